@@ -9,28 +9,23 @@
 #include <chrono>
 #include <cmath>
 #include <cstring>
-#include <exception>
-#include <mutex>
 #include <optional>
-#include <thread>
 
 #include "base/quantize.h"
 #include "cpu/core_lease.h"
 #include "cpu/expert_gemm.h"
-#include "cpu/pace.h"
 #include "cpu/pass_memory.h"
 #include "cpu/processor.h"
 #include "cpu/products.h"
+#include "cpu/rank_link.h"
 #include "cpu/scheduler.h"
 #include "cpu/split.h"
 #include "cpu/thread_trace.h"
-#include "cpu/worker_pool.h"
 #include "fabric/collective.h"
 #include "fabric/fabric.h"
 #include "layer/agreement.h"
 #include "layer/call.h"
 #include "layer/compute.h"
-#include "layer/failure.h"
 #include "layer/recorder.h"
 #include "protocol/wait.h"
 #include "routing/route.h"
@@ -95,8 +90,8 @@ MemoryNeeds needs_of(const LayerState& layer, int threads, const network::Hosts*
   const auto max_tokens = static_cast<std::uint64_t>(layer.max_tokens);
   MemoryNeeds needs;
   protocol::Heap::Shape& shape = needs.heap;
-  shape.num_ranks = layer.heaps.size();
-  shape.num_experts = layer.heaps.experts.num_experts;
+  shape.num_ranks = layer.places.num_ranks;
+  shape.num_experts = layer.places.num_experts;
   shape.hidden = layer.spec.hidden;
   shape.max_tokens = layer.max_tokens;
   shape.element_bytes = layer.quantised() ? 1 : static_cast<int>(size_of(layer.value));
@@ -191,9 +186,7 @@ class Engine final : public LayerEngine {
          const LayerOptions& options, std::shared_ptr<PassMemory> memory);
 
   void forward(const ForwardInput& input, const ForwardOutput& output) override;
-  void check() override {
-    if (aborted()) fail();
-  }
+  void check() override { link_->check(); }
   void refresh(void* stream) override;
   bool copies() const override { return !router_f32_.empty(); }
   void rebind(const MoeWeights& weights, const ExpertPlacement* placement) override;
@@ -205,7 +198,7 @@ class Engine final : public LayerEngine {
   const LayerSpec& spec() const override { return layer_.spec; }
   Backend backend() const override { return Backend::kCpu; }
   DType compute() const override { return layer_.compute; }
-  int num_threads() const override { return pool_->size(); }
+  int num_threads() const override { return link_->num_threads(); }
   std::uint64_t workspace_bytes() const override;
   std::shared_ptr<switchyard::PassMemory> memory() const override { return memory_; }
 
@@ -240,17 +233,10 @@ class Engine final : public LayerEngine {
   TraceEvent event_of(const protocol::Task& task, const Waited& waited) const;
   void finish(const ForwardOutput& output, Clock::time_point start);
 
-  // Runs body(i) on every thread of the rank; the first exception ends the pass for all ranks.
-  void in_parallel(const std::function<void(int)>& body);
-  [[noreturn]] void fail();
-  bool aborted() const { return protocol::aborted(layer_.heaps); }
   IdRules id_rules() const { return {options_.bad_ids, options_.large_ids_are_none}; }
-  int rank() const { return layer_.heaps.rank; }
-  int num_ranks() const { return layer_.heaps.size(); }
-  // Null where nothing is recorded.
-  ThreadTrace* trace_of(int thread) {
-    return traces_.empty() ? nullptr : &traces_[static_cast<std::size_t>(thread)];
-  }
+  int rank() const { return link_->rank(); }
+  int num_ranks() const { return link_->num_ranks(); }
+  ThreadTrace* trace_of(int thread) { return link_->trace_of(thread); }
 
   World world_;
   LayerOptions options_;
@@ -259,21 +245,17 @@ class Engine final : public LayerEngine {
   std::vector<float> router_f32_;  // the router, if it has to be converted
   std::vector<float> router_bias_, correction_bias_, shared_gate_;  // see floats_of()
   std::shared_ptr<PassMemory> memory_;
-  std::vector<ThreadTrace> traces_;  // of every thread, or empty
+  std::optional<RankLink> link_;
   std::vector<Processor> processors_;
-  std::unique_ptr<WorkerPool> pool_;
 
   Pass pass_;
   Scheduler scheduler_{layer_, pass_};
   bool splits_ = false;  // an expert's rows may be in several segments
   std::vector<std::int32_t> hashed_ids_;
   std::vector<std::int32_t> place_of_;  // [E]: see places_for(); empty: without a placement
-  std::mutex exception_mutex_;
-  std::exception_ptr exception_;
   ForwardStats stats_;
   std::vector<std::uint64_t> ring_words_;  // of ring_
   protocol::RoutingRing ring_;
-  std::optional<Fabric::AbortHook> abort_hook_;  // last: it uses the heap
 };
 
 Engine::Engine(const World& world, const LayerSpec& spec, const MoeWeights& weights,
@@ -295,8 +277,7 @@ Engine::Engine(const World& world, const LayerSpec& spec, const MoeWeights& weig
   layer_.on_step = options.on_step;
   layer_.max_tokens = options.max_tokens;
   set_compute(layer_, resolve_compute(weights, options.compute));
-  layer_.heaps.experts = {num_places(), world.size()};
-  layer_.heaps.rank = world.rank();
+  layer_.places = {num_places(), world.size()};
 
   prepare_weights();
 
@@ -309,21 +290,7 @@ Engine::Engine(const World& world, const LayerSpec& spec, const MoeWeights& weig
   attempt_together(world.fabric(), [&] { memory_->require_room(needs); });
   layer_.heap = protocol::Heap::within(memory_->needs().heap, needs.heap);
   if (needs.sums.num_sources > 0) layer_.sums = memory_->needs().host_sums();
-  for (int r = 0; r < num_ranks(); ++r) layer_.heaps.base[r] = memory_->heap().base(r);
-  if (network::RemoteHeap* const remote = memory_->heap().remote()) {
-    layer_.heaps.arbiter = remote->arbiter();
-    layer_.remote =
-        RemotePeers(remote, layer_.heaps,
-                    static_cast<std::uint64_t>(std::chrono::nanoseconds(options.deadline).count()));
-  }
-
-  abort_hook_.emplace(world_.fabric(), [heaps = layer_.heaps] {
-    const std::uint64_t word = protocol::kCalledOff | static_cast<std::uint64_t>(heaps.rank + 1);
-    for (int r = 0; r < heaps.size(); ++r) {
-      // All ranks are told the failure that ended the world first.
-      protocol::compare_exchange(&heaps.control(r)->abort, std::uint64_t{0}, word);
-    }
-  });
+  layer_.link = &link_.emplace(world, memory_->heap(), layer_.places, options.deadline, "layer");
 
   // A failure here is told to all ranks. This is also a barrier: no rank writes into a heap before
   // all ranks have mapped it.
@@ -400,41 +367,21 @@ void Engine::rebind(const MoeWeights& weights, const ExpertPlacement* placement)
 }
 
 void Engine::make_processors(int threads) {
-  if (options_.trace) traces_.reserve(static_cast<std::size_t>(threads));
-  for (int i = 0; i < threads; ++i) {
-    if (options_.trace) traces_.emplace_back(i, kMostTraceEvents);
-    processors_.emplace_back(layer_, trace_of(i));
-  }
-  pool_ = std::make_unique<WorkerPool>(threads,
-                                       [] { thread_local const SingleThreadedLibrary confined; });
+  link_->start_threads(threads, options_.trace ? kMostTraceEvents : 0,
+                       [] { thread_local const SingleThreadedLibrary confined; });
+  for (int i = 0; i < threads; ++i) processors_.emplace_back(layer_, trace_of(i));
 
-  pass_.placement = protocol::Placement(layer_.heaps.experts, rank());
+  pass_.placement = protocol::Placement(layer_.places, rank());
   pass_.tiles.reserve(most_tiles());
   splits_ = num_ranks() > 1 && bits_ignore_height(layer_);
   pass_.num_intermediate_slots = intermediate_slots(threads);
   pass_.intermediate_slot_bytes =
-      intermediate_slot_bytes(layer_, bool{layer_.remote} && !layer_.sums);
+      intermediate_slot_bytes(layer_, link_->spans_hosts() && !layer_.sums);
   pass_.staging_offset = staging_offset(layer_);
   pass_.intermediate = memory_->intermediate();
   pass_.tokens_for.resize(static_cast<std::size_t>(num_ranks()));
   pass_.dispatch_chunks.resize(static_cast<std::size_t>(num_ranks()));
   pass_.own_entries.resize(layer_.experts.size());
-}
-
-void Engine::in_parallel(const std::function<void(int)>& body) {
-  pool_->run([&](int i) {
-    try {
-      body(i);
-    } catch (...) {
-      const std::lock_guard lock(exception_mutex_);
-      if (exception_) return;
-      exception_ = std::current_exception();
-      // The rank cannot do its part: the others need not wait for their deadlines to learn it.
-      protocol::abort_world(layer_.heaps,
-                            {rank(), rank(), Phase::kExperts, pass_.epoch, 0, 0, 0, 0, rank()});
-    }
-  });
-  if (exception_) std::rethrow_exception(exception_);
 }
 
 void Engine::forward(const ForwardInput& input, const ForwardOutput& output) {
@@ -459,7 +406,7 @@ void Engine::forward(const ForwardInput& input, const ForwardOutput& output) {
   start_tasks();
   run_tasks();
   stats_.plan_seconds = std::chrono::duration<double>(scheduler_.placed_at() - start).count();
-  layer_.remote.end_call();
+  link_->end_call();
   finish(output, start);
   if (ring_.words != nullptr) {
     record_step(ring_, stats_.epoch, stats_.tokens, stats_.tokens_per_expert);
@@ -467,9 +414,8 @@ void Engine::forward(const ForwardInput& input, const ForwardOutput& output) {
 }
 
 std::uint64_t Engine::workspace_bytes() const {
-  std::uint64_t bytes = memory_->bytes() - memory_->heap().bytes() +
-                        ring_words_.size() * sizeof(std::uint64_t) +
-                        traces_.size() * kMostTraceEvents * sizeof(TraceEvent);
+  std::uint64_t bytes = memory_->bytes() - memory_->heap()->bytes() +
+                        ring_words_.size() * sizeof(std::uint64_t) + link_->trace_bytes();
   for (const Processor& processor : processors_) bytes += processor.scratch_bytes();
   return bytes;
 }
@@ -479,10 +425,7 @@ void Engine::begin_pass(const ForwardInput& input, const ForwardOutput& output,
   const MatrixView& x = input.activations;
   stats_ = {};
   pass_.epoch = epoch;
-  for (ThreadTrace& trace : traces_) {
-    trace.clear();
-    trace.set_free();
-  }
+  link_->clear_traces();
   pass_.tokens = x.rows;
   pass_.logits = input.logits;
   pass_.output = output;
@@ -525,15 +468,15 @@ void Engine::route(const ForwardInput& input) {
   }
   std::atomic<std::int64_t> next_block{0};
   std::atomic<std::int64_t> nan_logits{0}, nan_tokens{0};
-  in_parallel([&](int i) {
-    const CoreLease lease(layer_.heaps);
+  link_->in_parallel(pass_.epoch, [&](int i) {
+    const CoreLease lease(layer_.heaps());
     constexpr std::int64_t kBlock = Processor::kGateBlock;
     ThreadTrace* const trace = trace_of(i);
     if (trace != nullptr) trace->begin({TraceKind::kGate, TraceRole::kPass, TraceWait::kCore});
     std::int64_t rows = 0;
     for (;;) {
       const std::int64_t begin = next_block.fetch_add(1) * kBlock;
-      if (begin >= x.rows || aborted()) break;
+      if (begin >= x.rows || link_->aborted()) break;
       const std::int64_t end = std::min(begin + kBlock, x.rows);
       rows += end - begin;
       layer_.step(ProtocolStep::Kind::kGate, rank(), pass_.epoch);
@@ -599,7 +542,7 @@ void Engine::send_to_places() {
 // Lists this rank's slots by expert and its tokens by rank, and notes each slot's place in these
 // lists.
 void Engine::list_slots() {
-  const protocol::ExpertPartition& experts = layer_.heaps.experts;
+  const protocol::ExpertPartition& experts = layer_.places;
   pass_.counts.assign(static_cast<std::size_t>(num_places()), 0);
   for (auto& tokens : pass_.tokens_for) tokens.clear();
   for (auto& entries : pass_.own_entries) entries.clear();
@@ -618,7 +561,7 @@ void Engine::list_slots() {
                                       static_cast<std::uint32_t>(i - t * spec().top_k)));
         continue;
       }
-      const int via = layer_.remote.via(slot.owner);
+      const int via = link_->via(slot.owner);
       if (ranks_seen >> via & 1) continue;
       ranks_seen |= std::uint64_t{1} << via;
       pass_.tokens_for[static_cast<std::size_t>(via)].push_back(static_cast<std::uint32_t>(t));
@@ -638,12 +581,12 @@ void Engine::publish_counts() {
   for (int i = 1; i < num_ranks(); ++i) {
     const int peer = (rank() + i) % num_ranks();
     layer_.step(ProtocolStep::Kind::kPublishCounts, peer, pass_.epoch);
-    if (!layer_.remote.reaches(peer)) {
+    if (!link_->reaches(peer)) {
       // The first of a host's ranks in this order stands for all of them.
-      if (layer_.remote.via(peer) == peer) send_counts(peer);
+      if (link_->via(peer) == peer) send_counts(peer);
       continue;
     }
-    std::uint64_t* const row = layer_.heap.counts(layer_.heaps.base[peer], pass_.epoch, rank());
+    std::uint64_t* const row = layer_.heap.counts(layer_.heaps().base[peer], pass_.epoch, rank());
     // Release: the row is also the credit for the peer to send (heap.h), so it must follow all that
     // this rank did in the previous pass.
     for (std::size_t e = 0; e < pass_.counts.size(); ++e) {
@@ -661,13 +604,13 @@ void Engine::send_counts(int gateway) {
   row.reserve(pass_.counts.size());
   for (const std::uint32_t count : pass_.counts) row.push_back(flag | count);
   std::vector<network::Target> targets;
-  for (const int r : layer_.remote.ranks_beside(gateway)) {
+  for (const int r : link_->ranks_beside(gateway)) {
     targets.push_back(
-        layer_.remote.target(r, layer_.heap.counts(layer_.heaps.base[r], pass_.epoch, rank())));
+        link_->target(r, layer_.heap.counts(layer_.heaps().base[r], pass_.epoch, rank())));
   }
-  const int host = layer_.remote.host_of(gateway);
-  layer_.remote.words(network::Lane::kDispatch, pass_.epoch, host, targets, row);
-  layer_.remote.flush(network::Lane::kDispatch, host);
+  const int host = link_->host_of(gateway);
+  link_->words(network::Lane::kDispatch, pass_.epoch, host, targets, row);
+  link_->flush(network::Lane::kDispatch, host);
   stats_.signal_bytes += row.size() * sizeof(std::uint64_t);
 }
 
@@ -721,11 +664,11 @@ void Engine::start_tasks() {
 }
 
 void Engine::run_tasks() {
-  in_parallel([&](int i) {
+  link_->in_parallel(pass_.epoch, [&](int i) {
     Processor& processor = processors_[static_cast<std::size_t>(i)];
     ThreadTrace* const trace = trace_of(i);
     if (trace != nullptr) trace->set_free();
-    CoreLease lease(layer_.heaps);
+    CoreLease lease(layer_.heaps());
     Waited waited{TraceWait::kCore, -1};
     for (;;) {
       std::optional<protocol::Task> task = scheduler_.next();
@@ -741,11 +684,11 @@ void Engine::run_tasks() {
       }
       scheduler_.complete(*task);
       waited = {lease.offer() ? TraceWait::kCore : TraceWait::kNothing, -1};
-      if (aborted()) return;
+      if (link_->aborted()) return;
     }
     layer_.files.require_whole();
   });
-  if (aborted()) fail();
+  check();
 }
 
 // Places rows if it is time (see Scheduler); returns true if it did. The thread has nothing else to
@@ -769,14 +712,11 @@ bool Engine::place(const CoreLease& lease, ThreadTrace* trace, Waited& waited) {
 // what was lacking at the last look.
 std::optional<protocol::Task> Engine::await_task(CoreLease& lease, ThreadTrace* trace,
                                                  Waited& waited) {
-  const auto deadline =
-      static_cast<std::uint64_t>(std::chrono::nanoseconds(options_.deadline).count());
-  HostPace pace(layer_.remote.heap());
   std::optional<protocol::Task> task;
   lease.give();
   if (trace != nullptr) waited = Waited::of(scheduler_.missing());
-  const protocol::WaitResult result = protocol::wait_until(
-      layer_.heaps, pass_.epoch, deadline, pace,
+  const protocol::WaitResult result = link_->wait(
+      pass_.epoch, false,
       [&] {
         task = scheduler_.next();
         if (!task && place(lease, trace, waited)) task = scheduler_.next();
@@ -840,7 +780,7 @@ TraceEvent Engine::event_of(const protocol::Task& task, const Waited& waited) co
 }
 
 Recording Engine::recording() {
-  if (aborted()) fail();
+  check();
   Recording recording = empty_recording(spec(), options_, world_);
   // (The ring is of experts: finish() has turned places back.)
   read_ring(
@@ -849,20 +789,12 @@ Recording Engine::recording() {
 }
 
 PassTrace Engine::trace() {
-  if (aborted()) fail();
-  PassTrace trace;
-  trace.rank = rank();
-  trace.num_ranks = num_ranks();
-  trace.epoch = pass_.epoch;
-  for (const ThreadTrace& thread : traces_) {
-    trace.dropped += thread.dropped();
-    trace.events.insert(trace.events.end(), thread.events().begin(), thread.events().end());
-  }
-  return trace;
+  check();
+  return link_->trace(pass_.epoch);
 }
 
 void Engine::finish(const ForwardOutput& output, Clock::time_point start) {
-  const protocol::ExpertPartition& experts = layer_.heaps.experts;
+  const protocol::ExpertPartition& experts = layer_.places;
   const int num_experts = num_places();
   std::transform(
       pass_.ids.begin(), pass_.ids.begin() + static_cast<std::ptrdiff_t>(output.topk_ids.size()),
@@ -888,12 +820,12 @@ void Engine::finish(const ForwardOutput& output, Clock::time_point start) {
     (experts.owner(e) == rank() ? rows_received : rows_sent) +=
         experts.owner(e) == rank() ? rows - own : own;
     if (!layer_.sums) continue;
-    if (!layer_.remote.reaches(experts.owner(e))) {
+    if (!link_->reaches(experts.owner(e))) {
       summed_slots += own;
       continue;
     }
     for (int s = 0; s < num_ranks(); ++s) {
-      if (layer_.remote.reaches(s) || layer_.remote.collector_of(s).rank != rank()) continue;
+      if (link_->reaches(s) || link_->collector_of(s).rank != rank()) continue;
       collected += count(s, e);
       if (experts.owner(e) == rank()) collected_own += count(s, e);
     }
@@ -927,17 +859,6 @@ void Engine::finish(const ForwardOutput& output, Clock::time_point start) {
   stats_.total_seconds = seconds_since(start);
 }
 
-void Engine::fail() {
-  // Another thread of this rank may be about to raise the word.
-  for (int i = 0; i < 1000 && !aborted(); ++i) {
-    std::this_thread::sleep_for(std::chrono::milliseconds(1));
-  }
-  const protocol::Heaps& heaps = layer_.heaps;
-  std::uint64_t abort = protocol::load_acquire(&heaps.control(rank())->abort);
-  if (abort == 0) abort = static_cast<std::uint64_t>(rank()) + 1;
-  throw_abort(world_, abort, [&](int failed) { return heaps.control(failed)->failure; });
-}
-
 }  // namespace
 
 std::unique_ptr<LayerEngine> make_engine(const World& world, const LayerSpec& spec,
@@ -958,7 +879,7 @@ std::shared_ptr<switchyard::PassMemory> make_memory(const World& world,
     layer.spec = spec;
     layer.max_tokens = options.max_tokens;
     set_compute(layer, options.compute);
-    layer.heaps.experts = {spec.num_experts, world.size()};
+    layer.places = {spec.num_experts, world.size()};
     const MemoryNeeds its = needs_of(layer, threads_of(options.num_threads, world.size()),
                                      hosts_of(world), options.pre_sum_per_host);
     needs = needs ? MemoryNeeds::largest(*needs, its) : its;

@@ -5,25 +5,19 @@
 #include <atomic>
 #include <bit>
 #include <cstring>
-#include <exception>
 #include <functional>
-#include <mutex>
 #include <optional>
-#include <thread>
 #include <utility>
 
 #include "base/convert.h"
 #include "cpu/kernels.h"
 #include "cpu/lazy_buffer.h"
-#include "cpu/pace.h"
-#include "cpu/remote_peers.h"
+#include "cpu/rank_link.h"
 #include "cpu/thread_trace.h"
-#include "cpu/worker_pool.h"
 #include "exchange/call.h"
 #include "exchange/engine.h"
 #include "fabric/collective.h"
 #include "fabric/fabric.h"
-#include "layer/failure.h"
 #include "protocol/exchange_heap.h"
 #include "protocol/host_sums.h"
 #include "protocol/wait.h"
@@ -109,9 +103,7 @@ class Engine final : public ExchangeEngine {
   std::int64_t rows_needed(State& handle, void* stream) override;
   void combine_send(const CombineInput& input, State& handle) override;
   void combine_recv(const CombineOutput& output, State& handle) override;
-  void check() override {
-    if (protocol::aborted(heaps_)) fail();
-  }
+  void check() override { link_->check(); }
   void check_received(const DispatchOutput& output) const override {
     require_no_stream(output.stream);
   }
@@ -120,12 +112,13 @@ class Engine final : public ExchangeEngine {
   }
   void await_host() override;
   void give_up(int peer, std::chrono::nanoseconds waited) override;
-  void on_abort(std::function<void()> hook) override {
-    if (remote_) remote_.heap()->on_abort(std::move(hook));
-  }
+  void on_abort(std::function<void()> hook) override { link_->on_abort(std::move(hook)); }
   const ExchangeStats& stats() override { return stats_; }
-  PassTrace trace() override;
-  int num_threads() const override { return pool_->size(); }
+  PassTrace trace() override {
+    check();
+    return link_->trace(dispatch_.number);
+  }
+  int num_threads() const override { return link_->num_threads(); }
 
  private:
   // A call that was sent: its number among its kind, and among all calls.
@@ -136,8 +129,7 @@ class Engine final : public ExchangeEngine {
   const ExchangeSpec& spec() const { return problem_.spec; }
   int rank() const { return problem_.rank; }
   int num_ranks() const { return problem_.num_ranks; }
-  // The i-th rank in the order in which this one sends: itself first, then the next.
-  int peer(int i) const { return (rank() + i) % num_ranks(); }
+  int peer(int i) const { return link_->peer(i); }
   void step(Step kind, int peer, const Call& call) const {
     if (options_.on_step) options_.on_step({kind, rank(), peer, call.of_all});
   }
@@ -177,7 +169,7 @@ class Engine final : public ExchangeEngine {
   void return_sums_of_host(const CombineInput& input, const Handle& handle, int to,
                            std::size_t begin, std::size_t end);
   // True if the rows for a rank are summed with those of this host's other ranks.
-  bool sums_per_host(int to) const { return sums_ && !remote_.reaches(to); }
+  bool sums_per_host(int to) const { return sums_ && !link_->reaches(to); }
   // True if they are summed at all.
   bool sums_for(int to) const { return spec().pre_sum || sums_per_host(to); }
   float weight_of_sent(const Arrival& arrival) const {
@@ -194,50 +186,31 @@ class Engine final : public ExchangeEngine {
   // body(begin, end) for chunks of `count` items, by all threads.
   template <typename Body>
   void for_chunks(std::size_t count, const TraceEvent& event, const Body& body);
-  // body(thread) on every thread, or on this one alone.
-  void in_parallel(bool alone, const std::function<void(int)>& body);
   // Waits until ready(); `missing` as in wait_until().
   template <typename Ready, typename WhatIsMissing>
   void wait(const Call& call, Ready&& ready, WhatIsMissing&& missing);
-  // Waits until the abort word is raised, for a second at most.
-  void await_abort() const;
-  [[noreturn]] void fail();
   [[noreturn]] void refuse_mixture(int source, std::uint64_t expected, std::uint64_t observed);
 
-  ThreadTrace* trace_of(int thread) {
-    return traces_.empty() ? nullptr : &traces_[static_cast<std::size_t>(thread)];
-  }
   void begin(const TraceEvent& event) {
-    if (!traces_.empty()) traces_[0].begin(event);
+    if (ThreadTrace* const trace = link_->trace_of(0)) trace->begin(event);
   }
   void end() {
-    if (!traces_.empty()) traces_[0].end();
-  }
-  void set_free() {
-    for (ThreadTrace& trace : traces_) trace.set_free();
+    if (ThreadTrace* const trace = link_->trace_of(0)) trace->end();
   }
 
-  World world_;
   protocol::ExchangeHeap heap_;
   protocol::HostSums sums_;  // false unless rows are summed per host
-  protocol::Heaps heaps_;
-  std::shared_ptr<SymmetricSegment> segment_;
-  RemotePeers remote_;
-  LazyBuffer quantised_;  // this rank's tokens as they travel, where they are quantised
-  std::vector<ThreadTrace> traces_;
-  std::unique_ptr<WorkerPool> pool_;
-  Call dispatch_, combine_;                 // the last ones that were sent
-  std::uint64_t calls_ = 0;                 // of both kinds
+  std::optional<RankLink> link_;
+  LazyBuffer quantised_;     // this rank's tokens as they travel, where they are quantised
+  Call dispatch_, combine_;  // the last ones that were sent
+  std::uint64_t calls_ = 0;  // of both kinds
   std::atomic<std::int64_t> host_rows_{0};  // of the last combine: rows_returned because of sums
   std::vector<std::int32_t> ids_;
-  std::mutex exception_mutex_;
-  std::exception_ptr exception_;
   ExchangeStats stats_;
-  std::optional<Fabric::AbortHook> abort_hook_;  // last: it uses the heap
 };
 
 Engine::Engine(const World& world, const ExchangeProblem& problem, const ExchangeOptions& options)
-    : ExchangeEngine(problem, options), world_(world) {
+    : ExchangeEngine(problem, options) {
   protocol::ExchangeHeap::Shape shape;
   shape.num_ranks = num_ranks();
   shape.most_experts = problem_.places.max_count();
@@ -258,24 +231,8 @@ Engine::Engine(const World& world, const ExchangeProblem& problem, const Exchang
     sums_ = protocol::HostSums(sums, heap_.bytes());
   }
   const std::uint64_t heap_bytes = sums_ ? sums_.end() : heap_.bytes();
-  segment_ = world.fabric().allocate_heap(heap_bytes);
-  heaps_.experts = problem_.places;
-  heaps_.rank = rank();
-  for (int r = 0; r < num_ranks(); ++r) heaps_.base[r] = segment_->base(r);
-  if (network::RemoteHeap* const remote = segment_->remote()) {
-    heaps_.arbiter = remote->arbiter();
-    remote_ = RemotePeers(
-        remote, heaps_,
-        static_cast<std::uint64_t>(std::chrono::nanoseconds(options_.deadline).count()));
-  }
-
-  abort_hook_.emplace(world_.fabric(), [heaps = heaps_] {
-    const std::uint64_t word = protocol::kCalledOff | static_cast<std::uint64_t>(heaps.rank + 1);
-    for (int r = 0; r < heaps.size(); ++r) {
-      // All ranks are told the failure that ended the world first.
-      protocol::compare_exchange(&heaps.control(r)->abort, std::uint64_t{0}, word);
-    }
-  });
+  link_.emplace(world, world.fabric().allocate_heap(heap_bytes), problem_.places, options_.deadline,
+                "exchange");
 
   // A failure here is told to all ranks. This is also a barrier: no rank writes into a heap before
   // all ranks have mapped it.
@@ -284,10 +241,7 @@ Engine::Engine(const World& world, const ExchangeProblem& problem, const Exchang
     if (problem_.quantised()) {
       quantised_ = LazyBuffer(static_cast<std::size_t>(spec().max_tokens) * prepared_bytes());
     }
-    if (options_.trace) {
-      for (int i = 0; i < threads; ++i) traces_.emplace_back(i, kMostTraceEvents);
-    }
-    pool_ = std::make_unique<WorkerPool>(threads, [] {});
+    link_->start_threads(threads, options_.trace ? kMostTraceEvents : 0, [] {});
   });
   stats_.heap_bytes_reserved = heap_bytes;
 }
@@ -305,8 +259,7 @@ void Engine::dispatch_send(const DispatchInput& input, State& state) {
     ids_.resize(slots);
     read_ids(problem_, input.ids, ids_.data());
   }
-  for (ThreadTrace& trace : traces_) trace.clear();
-  set_free();
+  link_->clear_traces();
   dispatch_ = {dispatch_.number + 1, ++calls_};
   stats_.dispatch_bytes = stats_.signal_bytes = 0;
   stats_.tokens_sent = 0;
@@ -374,17 +327,17 @@ void Engine::list_slots(Handle& handle) const {
         SlotEntry::pack(token, static_cast<std::uint32_t>(i % top_k)),
         static_cast<std::uint32_t>(tokens.size() - 1), handle.weights[i]};
   }
-  if (remote_) list_for_hosts(handle);
+  if (link_->spans_hosts()) list_for_hosts(handle);
 }
 
 // Lists the tokens for all ranks of a host, in order, each with its places in their pools.
 void Engine::list_for_hosts(Handle& handle) const {
   handle.for_host.assign(static_cast<std::size_t>(num_ranks()), {});
   for (int gateway = 0; gateway < num_ranks(); ++gateway) {
-    if (remote_.reaches(gateway) || remote_.via(gateway) != gateway) continue;
+    if (link_->reaches(gateway) || link_->via(gateway) != gateway) continue;
     ForHost& list = handle.for_host[static_cast<std::size_t>(gateway)];
-    const std::span<const int> ranks = remote_.ranks_beside(gateway);
-    const int host = remote_.host_of(gateway);
+    const std::span<const int> ranks = link_->ranks_beside(gateway);
+    const int host = link_->host_of(gateway);
     std::vector<std::uint32_t> next(ranks.size());
     for (;;) {
       // The lowest token that some rank's list still has.
@@ -412,7 +365,7 @@ std::uint32_t Engine::slots_on(int host, const Handle& handle, std::uint32_t tok
   std::uint32_t slots = 0;
   for (std::size_t k = 0; k < top_k; ++k) {
     const std::int32_t place = handle.places[token * top_k + k];
-    if (place < 0 || remote_.host_of(problem_.places.owner(place)) != host) continue;
+    if (place < 0 || link_->host_of(problem_.places.owner(place)) != host) continue;
     slots |= std::uint32_t{1} << k;
   }
   return slots;
@@ -427,26 +380,26 @@ void Engine::publish_counts(const Handle& handle) {
   for (int i = 0; i < num_ranks(); ++i) {
     const int to = peer(i);
     step(Step::kPublishCounts, to, dispatch_);
-    std::uint64_t* const row = heap_.counts(heaps_.base[to], dispatch_.number, rank());
+    std::uint64_t* const row = heap_.counts(link_->heaps().base[to], dispatch_.number, rank());
     const int num = problem_.places.count(to);
     const std::uint32_t* const count = counts.data() + problem_.places.begin(to);
-    if (!remote_.reaches(to)) {
+    if (!link_->reaches(to)) {
       std::vector<std::uint64_t> words;
       for (int e = 0; e < num; ++e) {
         words.push_back(protocol::numbered(dispatch_.number, count[e]));
       }
-      const network::Target target = remote_.target(to, row);
-      remote_.words(network::Lane::kDispatch, dispatch_.of_all, remote_.host_of(to), {&target, 1},
-                    words);
-      remote_.flush(network::Lane::kDispatch, remote_.host_of(to));
+      const network::Target target = link_->target(to, row);
+      link_->words(network::Lane::kDispatch, dispatch_.of_all, link_->host_of(to), {&target, 1},
+                   words);
+      link_->flush(network::Lane::kDispatch, link_->host_of(to));
     }
-    for (int e = 0; e < num && remote_.reaches(to); ++e) {
+    for (int e = 0; e < num && link_->reaches(to); ++e) {
       // Release: what this rank read of the window before comes before others' next writes there.
       protocol::store_release(row + e, protocol::numbered(dispatch_.number, count[e]));
     }
     if (to != rank()) stats_.signal_bytes += static_cast<std::uint64_t>(num) * sizeof(*row);
   }
-  protocol::note_progress(heaps_);
+  protocol::note_progress(link_->heaps());
   end();
 }
 
@@ -495,62 +448,63 @@ void Engine::send_tokens(const MatrixView& tokens, const Handle& handle, bool en
   send_to_all(
       problem_.wire_bytes(),
       [&](int to) {
-        return remote_.reaches(to) ? handle.tokens_to[static_cast<std::size_t>(to)].size()
-                                   : handle.for_host[static_cast<std::size_t>(to)].tokens.size();
+        return link_->reaches(to) ? handle.tokens_to[static_cast<std::size_t>(to)].size()
+                                  : handle.for_host[static_cast<std::size_t>(to)].tokens.size();
       },
       [&](int to, std::size_t begin, std::size_t end) {
         step(Step::kDispatch, to, dispatch_);
-        if (!remote_.reaches(to)) {
+        if (!link_->reaches(to)) {
           return send_to_host(tokens, handle, to, entries, begin, end);
         }
         const auto& list = handle.entries_to[static_cast<std::size_t>(to)];
         if (entries && begin == 0 && !list.empty()) {
-          std::memcpy(heap_.entries(heaps_.base[to], dispatch_.number, rank()), list.data(),
+          std::memcpy(heap_.entries(link_->heaps().base[to], dispatch_.number, rank()), list.data(),
                       list.size() * sizeof(ExchangeEntry));
         }
         const auto& sent = handle.tokens_to[static_cast<std::size_t>(to)];
         for (std::size_t i = begin; i < end; ++i) {
           put_token(tokens, handle, sent[i],
-                    heap_.pool(heaps_.base[to], dispatch_.number, rank(), i));
+                    heap_.pool(link_->heaps().base[to], dispatch_.number, rank(), i));
         }
       },
       [&](int to) {
         const std::uint64_t value = protocol::numbered(dispatch_.number, handle.layout);
-        if (remote_.reaches(to)) {
+        if (link_->reaches(to)) {
           step(Step::kArrived, to, dispatch_);
           // Release: after the tokens and entries of all threads, which the last of them
           // acquired.
-          protocol::store_release(heap_.arrived(heaps_.base[to], dispatch_.number, rank()), value);
+          protocol::store_release(heap_.arrived(link_->heaps().base[to], dispatch_.number, rank()),
+                                  value);
           return;
         }
         // The gateway's tokens included those of all ranks of its host.
-        if (remote_.via(to) != to) return;
-        for (const int r : remote_.ranks_beside(to)) {
+        if (link_->via(to) != to) return;
+        for (const int r : link_->ranks_beside(to)) {
           step(Step::kArrived, r, dispatch_);
           raise(network::Lane::kDispatch, dispatch_, r,
-                heap_.arrived(heaps_.base[r], dispatch_.number, rank()), value);
+                heap_.arrived(link_->heaps().base[r], dispatch_.number, rank()), value);
         }
       });
 }
 
 void Engine::raise(network::Lane lane, const Call& call, int to, std::uint64_t* word,
                    std::uint64_t value) const {
-  const network::Target target = remote_.target(to, word);
-  remote_.words(lane, call.of_all, remote_.host_of(to), {&target, 1}, {&value, 1});
-  remote_.flush(lane, remote_.host_of(to));
+  const network::Target target = link_->target(to, word);
+  link_->words(lane, call.of_all, link_->host_of(to), {&target, 1}, {&value, 1});
+  link_->flush(lane, link_->host_of(to));
 }
 
 void Engine::send_to_host(const MatrixView& tokens, const Handle& handle, int gateway, bool entries,
                           std::size_t begin, std::size_t end) const {
   constexpr auto kLane = network::Lane::kDispatch;
-  const int host = remote_.host_of(gateway);
-  for (const int r : remote_.ranks_beside(gateway)) {
+  const int host = link_->host_of(gateway);
+  for (const int r : link_->ranks_beside(gateway)) {
     const auto& list = handle.entries_to[static_cast<std::size_t>(r)];
     if (!entries || begin != 0 || list.empty()) continue;
     const network::Target target =
-        remote_.target(r, heap_.entries(heaps_.base[r], dispatch_.number, rank()));
-    remote_.copy(kLane, dispatch_.of_all, host, {&target, 1}, list.data(),
-                 list.size() * sizeof(ExchangeEntry));
+        link_->target(r, heap_.entries(link_->heaps().base[r], dispatch_.number, rank()));
+    link_->copy(kLane, dispatch_.of_all, host, {&target, 1}, list.data(),
+                list.size() * sizeof(ExchangeEntry));
   }
   const ForHost& list = handle.for_host[static_cast<std::size_t>(gateway)];
   // The row has the layout of a pool: scales and attached bytes stand behind the codes, at their
@@ -564,28 +518,28 @@ void Engine::send_to_host(const MatrixView& tokens, const Handle& handle, int ga
     targets.clear();
     for (std::size_t p = list.tokens[i].first_place; p < last; ++p) {
       const HostPlace& place = list.places[p];
-      targets.push_back(remote_.target(
+      targets.push_back(link_->target(
           place.rank,
-          heap_.pool(heaps_.base[place.rank], dispatch_.number, rank(), place.position)));
+          heap_.pool(link_->heaps().base[place.rank], dispatch_.number, rank(), place.position)));
     }
     put_token(tokens, handle, list.tokens[i].token, row.data());
-    remote_.copy(kLane, dispatch_.of_all, host, targets, row.data(), row.size());
+    link_->copy(kLane, dispatch_.of_all, host, targets, row.data(), row.size());
   }
   if (!sums_ || !entries) return;
-  const RemotePeers::Collector collector = remote_.collector_on(host);
+  const RankLink::Collector collector = link_->collector_on(host);
   std::uint32_t* const slots =
-      sums_.part(heaps_.base[collector.rank], collector.source, dispatch_.number & 1).slots;
+      sums_.part(link_->heaps().base[collector.rank], collector.source, dispatch_.number & 1).slots;
   std::vector<network::Store> stores;
   for (std::size_t i = begin; i < end; ++i) {
     stores.push_back(
-        remote_.store(collector.rank, slots + list.tokens[i].token, list.tokens[i].slots));
+        link_->store(collector.rank, slots + list.tokens[i].token, list.tokens[i].slots));
   }
-  remote_.stores(kLane, dispatch_.of_all, host, stores);
+  link_->stores(kLane, dispatch_.of_all, host, stores);
 }
 
 void Engine::dispatch_recv(const DispatchOutput& output, State& state) {
   auto& handle = static_cast<Handle&>(state);
-  set_free();
+  link_->set_free();
   plan(handle);
   if (handle.end_of_rows > output.capacity) {
     throw Error(ErrorCode::kCapacityExceeded,
@@ -612,12 +566,12 @@ void Engine::dispatch_recv(const DispatchOutput& output, State& state) {
   if (output.num_rows != nullptr) {
     *output.num_rows = static_cast<std::int32_t>(stats_.rows_received);
   }
-  remote_.end_call();
+  link_->end_call();
 }
 
 std::int64_t Engine::rows_needed(State& state, void*) {
   auto& handle = static_cast<Handle&>(state);
-  set_free();
+  link_->set_free();
   plan(handle);
   return handle.layout_rows;
 }
@@ -658,8 +612,9 @@ void Engine::await_counts(Handle& handle) {
   const auto experts = static_cast<std::size_t>(problem_.num_own());
   handle.count.assign(static_cast<std::size_t>(num_ranks()), std::vector<std::uint32_t>(experts));
   for (int source = 0; source < num_ranks(); ++source) {
-    const std::uint64_t* const row = heap_.counts(heaps_.mine(), dispatch_.number, source);
-    const std::uint64_t* const arrived = heap_.arrived(heaps_.mine(), dispatch_.number, source);
+    const std::uint64_t* const row = heap_.counts(link_->heaps().mine(), dispatch_.number, source);
+    const std::uint64_t* const arrived =
+        heap_.arrived(link_->heaps().mine(), dispatch_.number, source);
     auto& count = handle.count[static_cast<std::size_t>(source)];
     std::size_t e = 0;  // the first count that has not come
     const TraceEvent event{TraceKind::kCounts,
@@ -702,7 +657,7 @@ void Engine::await_counts(Handle& handle) {
 }
 
 void Engine::await_arrived(int source, std::uint64_t layout) {
-  const std::uint64_t* const flag = heap_.arrived(heaps_.mine(), dispatch_.number, source);
+  const std::uint64_t* const flag = heap_.arrived(link_->heaps().mine(), dispatch_.number, source);
   std::uint64_t word = 0;
   wait(
       dispatch_,
@@ -721,7 +676,7 @@ void Engine::await_arrived(int source, std::uint64_t layout) {
 
 // Lists the rows of a source whose entries have come.
 void Engine::list_arrivals(Handle& handle, int source) const {
-  const ExchangeEntry* entry = heap_.entries(heaps_.mine(), dispatch_.number, source);
+  const ExchangeEntry* entry = heap_.entries(link_->heaps().mine(), dispatch_.number, source);
   const std::vector<std::int64_t> first = first_rows(spec().layout, handle.ends);
   auto& arrivals = handle.arrivals[static_cast<std::size_t>(source)];
   for (std::size_t e = 0; e < handle.ends.size(); ++e) {
@@ -735,9 +690,10 @@ void Engine::list_arrivals(Handle& handle, int source) const {
     }
   }
   if (sums_per_host(source)) {
-    const RemotePeers::Collector collector = remote_.collector_of(source);
+    const RankLink::Collector collector = link_->collector_of(source);
     const std::uint32_t* const slots =
-        sums_.part(heaps_.base[collector.rank], collector.source, dispatch_.number & 1).slots;
+        sums_.part(link_->heaps().base[collector.rank], collector.source, dispatch_.number & 1)
+            .slots;
     auto& of_arrivals = handle.host_slots[static_cast<std::size_t>(source)];
     for (const Arrival& arrival : arrivals) {
       of_arrivals.push_back(slots[SlotEntry::token(arrival.slot)]);
@@ -765,7 +721,7 @@ void Engine::put_rows(const DispatchOutput& output, const Handle& handle, int so
     for (std::size_t i = begin; i < end; ++i) {
       const Arrival& arrival = arrivals[i];
       const std::byte* const token =
-          heap_.pool(heaps_.mine(), dispatch_.number, source, arrival.position);
+          heap_.pool(link_->heaps().mine(), dispatch_.number, source, arrival.position);
       std::memcpy(static_cast<std::byte*>(output.rows) + arrival.row * stride, token, bytes);
       if (scale_bytes != 0) {
         std::memcpy(output.scales + arrival.row * scale_stride, token + heap_.scale_offset(),
@@ -783,7 +739,7 @@ void Engine::put_rows(const DispatchOutput& output, const Handle& handle, int so
       if (output.weights != nullptr) output.weights[arrival.packed] = arrival.weight;
     }
   });
-  protocol::note_progress(heaps_);
+  protocol::note_progress(link_->heaps());
 }
 
 // ------------------------------------------------------------------------------------- combine
@@ -797,7 +753,7 @@ void Engine::combine_send(const CombineInput& input, State& state) {
                             "a result for each",
                             input.rows.rows, handle.end_of_rows - 1));
   }
-  set_free();
+  link_->set_free();
   combine_ = {combine_.number + 1, ++calls_};
   stats_.combine_bytes = 0;
   stats_.rows_returned = 0;
@@ -809,7 +765,7 @@ void Engine::combine_send(const CombineInput& input, State& state) {
         return problem_.without_results ? 0 : handle.arrivals[static_cast<std::size_t>(to)].size();
       },
       [&](int to, std::size_t begin, std::size_t end) {
-        if (!remote_.reaches(to)) {
+        if (!link_->reaches(to)) {
           return_to_host(input, handle, to, begin, end);
         } else if (spec().pre_sum) {
           return_sums(input, handle, to, begin, end, in_place, [](std::byte*) {});
@@ -819,13 +775,13 @@ void Engine::combine_send(const CombineInput& input, State& state) {
       },
       [&](int to) {
         step(Step::kFinished, to, combine_);
-        if (!remote_.reaches(to)) {
+        if (!link_->reaches(to)) {
           return raise(network::Lane::kCombine, combine_, to,
-                       heap_.returned(heaps_.base[to], combine_.number, rank()),
+                       heap_.returned(link_->heaps().base[to], combine_.number, rank()),
                        protocol::numbered(combine_.number, 0));
         }
         // Release: after the cells of all threads, which the last of them acquired.
-        protocol::store_release(heap_.returned(heaps_.base[to], combine_.number, rank()),
+        protocol::store_release(heap_.returned(link_->heaps().base[to], combine_.number, rank()),
                                 protocol::numbered(combine_.number, 0));
       });
   stats_.combines = combine_.number;
@@ -855,9 +811,9 @@ void Engine::return_to_host(const CombineInput& input, const Handle& handle, int
   if (sums_) return return_sums_of_host(input, handle, to, begin, end);
   std::vector<std::byte> result(problem_.result_bytes());
   const auto send = [&](std::byte* cell) {
-    const network::Target target = remote_.target(to, cell);
-    remote_.copy(network::Lane::kCombine, combine_.of_all, remote_.host_of(to), {&target, 1},
-                 result.data(), result.size());
+    const network::Target target = link_->target(to, cell);
+    link_->copy(network::Lane::kCombine, combine_.of_all, link_->host_of(to), {&target, 1},
+                result.data(), result.size());
   };
   const auto here = [&](std::byte*) { return result.data(); };
   if (spec().pre_sum) {
@@ -874,7 +830,7 @@ void Engine::return_rows(const CombineInput& input, const Handle& handle, int to
   for (std::size_t i = begin; i < end; ++i) {
     const Arrival& arrival = arrivals[i];
     const void* const row = input.rows.row(arrival.row);
-    std::byte* const cell = heap_.cell(heaps_.base[to], combine_.number,
+    std::byte* const cell = heap_.cell(link_->heaps().base[to], combine_.number,
                                        SlotEntry::token(arrival.slot), SlotEntry::k(arrival.slot));
     if (spec().weights == CombineWeights::kBySender) {
       kernels().convert(row, spec().combine, place(cell), spec().combine, spec().hidden,
@@ -903,7 +859,7 @@ void Engine::return_sums(const CombineInput& input, const Handle& handle, int to
       rows[count] = input.rows.row(arrival.row);
       weights[count++] = weight_of_sent(arrival);
     }
-    std::byte* const cell = heap_.cell(heaps_.base[to], combine_.number, token_at(i),
+    std::byte* const cell = heap_.cell(link_->heaps().base[to], combine_.number, token_at(i),
                                        SlotEntry::k(arrivals[order[i]].slot));
     kernels().combine(rows, weights, count, spec().combine, place(cell), spec().combine,
                       spec().hidden, 1, false);
@@ -919,9 +875,9 @@ void Engine::return_sums_of_host(const CombineInput& input, const Handle& handle
   const auto& order = handle.by_token[static_cast<std::size_t>(to)];
   const auto& host_slots = handle.host_slots[static_cast<std::size_t>(to)];
   const auto token_at = [&](std::size_t i) { return SlotEntry::token(arrivals[order[i]].slot); };
-  const RemotePeers::Collector collector = remote_.collector_of(to);
+  const RankLink::Collector collector = link_->collector_of(to);
   const protocol::HostSums::Part sums =
-      sums_.part(heaps_.base[collector.rank], collector.source, combine_.number & 1);
+      sums_.part(link_->heaps().base[collector.rank], collector.source, combine_.number & 1);
   const auto slot_index = [&](std::uint32_t token, std::uint32_t k) {
     return token * static_cast<std::size_t>(spec().top_k) + k;
   };
@@ -960,11 +916,11 @@ void Engine::return_sums_of_host(const CombineInput& input, const Handle& handle
     }
     kernels().combine(rows, weights, count, spec().combine, sum.data(), spec().combine,
                       spec().hidden, 1, false);
-    const std::byte* const cell = heap_.cell(heaps_.base[to], combine_.number, token,
+    const std::byte* const cell = heap_.cell(link_->heaps().base[to], combine_.number, token,
                                              static_cast<std::uint64_t>(std::countr_zero(all)));
-    const network::Target target = remote_.target(to, cell);
-    remote_.copy(network::Lane::kCombine, combine_.of_all, remote_.host_of(to), {&target, 1},
-                 sum.data(), sum.size());
+    const network::Target target = link_->target(to, cell);
+    link_->copy(network::Lane::kCombine, combine_.of_all, link_->host_of(to), {&target, 1},
+                sum.data(), sum.size());
     ++rows_sent;
   }
   host_rows_.fetch_add(rows_sent, std::memory_order_relaxed);
@@ -972,12 +928,13 @@ void Engine::return_sums_of_host(const CombineInput& input, const Handle& handle
 
 void Engine::combine_recv(const CombineOutput& output, State& state) {
   auto& handle = static_cast<Handle&>(state);
-  set_free();
+  link_->set_free();
   // Waits for all ranks, also those without rows: a rank's flag also says that it has received the
   // previous combine, whose window the next one uses.
   for (int i = 0; i < num_ranks(); ++i) {
     const int source = peer(i);
-    const std::uint64_t* const flag = heap_.returned(heaps_.mine(), combine_.number, source);
+    const std::uint64_t* const flag =
+        heap_.returned(link_->heaps().mine(), combine_.number, source);
     std::uint64_t word = 0;
     wait(
         combine_,
@@ -996,7 +953,7 @@ void Engine::combine_recv(const CombineOutput& output, State& state) {
                step(Step::kCombine, rank(), combine_);
                sum_tokens(output, handle, begin, end);
              });
-  remote_.end_call();
+  link_->end_call();
 }
 
 void Engine::sum_tokens(const CombineOutput& output, const Handle& handle, std::size_t begin,
@@ -1015,12 +972,12 @@ void Engine::sum_tokens(const CombineOutput& output, const Handle& handle, std::
       const int rank_of_place = problem_.places.owner(place);
       if (sums_for(rank_of_place)) {
         const std::uint64_t owner = std::uint64_t{1}
-                                    << (sums_per_host(rank_of_place) ? remote_.via(rank_of_place)
+                                    << (sums_per_host(rank_of_place) ? link_->via(rank_of_place)
                                                                      : rank_of_place);
         if ((ranks_seen & owner) != 0) continue;
         ranks_seen |= owner;
       }
-      cells[count] = heap_.cell(heaps_.mine(), combine_.number, t, k);
+      cells[count] = heap_.cell(link_->heaps().mine(), combine_.number, t, k);
       weights[count++] =
           spec().weights == CombineWeights::kByReceiver ? handle.weights[t * top_k + k] : 1.0f;
     }
@@ -1054,14 +1011,15 @@ void Engine::send_to_all(std::size_t item_bytes, const Items& items, const Body&
     all_items += part.items;
   }
   std::atomic<std::size_t> next{0};
-  in_parallel(all_items * item_bytes <= kAloneBytes, [&](int thread) {
+  const bool alone = all_items * item_bytes <= kAloneBytes;
+  const auto run = [&](int thread) {
     std::size_t p = 0;
     for (std::size_t task; (task = next.fetch_add(1, std::memory_order_relaxed)) < tasks;) {
       while (p + 1 < parts.size() && parts[p + 1].first_task <= task) ++p;
       Part& part = parts[p];
       const std::size_t begin = (task - part.first_task) * kChunk;
       const std::size_t end = std::min(begin + kChunk, part.items);
-      ThreadTrace* const trace = trace_of(thread);
+      ThreadTrace* const trace = link_->trace_of(thread);
       if (trace != nullptr) {
         TraceEvent event{TraceKind::kSend, TraceRole::kSend};
         event.peer = part.to;
@@ -1072,16 +1030,17 @@ void Engine::send_to_all(std::size_t item_bytes, const Items& items, const Body&
       // Acquires the other threads' chunks, and releases this one's.
       if (part.left.fetch_sub(1, std::memory_order_acq_rel) == 1) sent(part.to);
       if (trace != nullptr) trace->end();
-      protocol::note_progress(heaps_);
+      protocol::note_progress(link_->heaps());
     }
-  });
+  };
+  link_->in_parallel(calls_, run, alone);
 }
 
 template <typename Body>
 void Engine::for_chunks(std::size_t count, const TraceEvent& event, const Body& body) {
   if (count == 0) return;
   const auto run = [&](int thread, std::size_t first, std::size_t last) {
-    ThreadTrace* const trace = trace_of(thread);
+    ThreadTrace* const trace = link_->trace_of(thread);
     if (trace != nullptr) {
       TraceEvent chunk = event;
       chunk.rows = static_cast<std::int32_t>(last - first);
@@ -1092,53 +1051,31 @@ void Engine::for_chunks(std::size_t count, const TraceEvent& event, const Body& 
   };
   if (count <= kChunk) return run(0, 0, count);
   std::atomic<std::size_t> next{0};
-  in_parallel(false, [&](int thread) {
+  link_->in_parallel(calls_, [&](int thread) {
     for (std::size_t first; (first = next.fetch_add(kChunk, std::memory_order_relaxed)) < count;) {
       run(thread, first, std::min(first + kChunk, count));
-      protocol::note_progress(heaps_);
+      protocol::note_progress(link_->heaps());
     }
   });
 }
 
-void Engine::in_parallel(bool alone, const std::function<void(int)>& body) {
-  const auto on_thread = [&](int thread) {
-    try {
-      body(thread);
-    } catch (...) {
-      const std::lock_guard lock(exception_mutex_);
-      if (exception_) return;
-      exception_ = std::current_exception();
-      // The rank cannot do its part: the others need not wait for their deadlines to learn it.
-      protocol::abort_world(heaps_, {rank(), rank(), Phase::kExperts, calls_, 0, 0, 0, 0, rank()});
-    }
-  };
-  if (alone) {
-    on_thread(0);
-  } else {
-    pool_->run(on_thread);
-  }
-  if (exception_) std::rethrow_exception(exception_);
-}
-
 template <typename Ready, typename WhatIsMissing>
 void Engine::wait(const Call& call, Ready&& ready, WhatIsMissing&& missing) {
-  HostPace pace(remote_.heap(), static_cast<bool>(remote_));
-  const auto deadline =
-      static_cast<std::uint64_t>(std::chrono::nanoseconds(options_.deadline).count());
-  const protocol::WaitResult result =
-      protocol::wait_until(heaps_, call.of_all, deadline, pace, ready, [&] {
-        const Missing lack = missing();
-        step(Step::kWait, lack.peer, call);
-        return lack;
-      });
-  if (result != protocol::WaitResult::kReady) fail();
+  const protocol::WaitResult result = link_->wait(call.of_all, link_->spans_hosts(), ready, [&] {
+    const Missing lack = missing();
+    step(Step::kWait, lack.peer, call);
+    return lack;
+  });
+  if (result != protocol::WaitResult::kReady) link_->fail();
 }
 
 void Engine::await_host() {
-  if (!remote_) return;
-  const auto ended = [&](int r) { return protocol::load_acquire(&heaps_.control(r)->ended); };
+  if (!link_->spans_hosts()) return;
+  const auto ended = [&](int r) {
+    return protocol::load_acquire(&link_->heaps().control(r)->ended);
+  };
   const std::uint64_t mine = ended(rank());
-  for (const int r : remote_.ranks_beside(rank())) {
+  for (const int r : link_->ranks_beside(rank())) {
     wait(
         dispatch_, [&] { return ended(r) >= mine; },
         [&] {
@@ -1147,18 +1084,9 @@ void Engine::await_host() {
   }
 }
 
-void Engine::await_abort() const {
-  for (int i = 0; i < 1000 && !protocol::aborted(heaps_); ++i) {
-    std::this_thread::sleep_for(std::chrono::milliseconds(1));
-  }
-}
-
 void Engine::give_up(int peer, std::chrono::nanoseconds waited) {
-  const protocol::FailureRecord record{
-      rank(), peer, Phase::kExperts, calls_, 0, 0, 0, static_cast<std::uint64_t>(waited.count()),
-      rank()};
-  if (HostPace(remote_.heap()).propose(record)) await_abort();  // Somebody raises the word soon.
-  if (!protocol::aborted(heaps_)) protocol::abort_world(heaps_, record);
+  link_->give_up({rank(), peer, Phase::kExperts, calls_, 0, 0, 0,
+                  static_cast<std::uint64_t>(waited.count()), rank()});
 }
 
 void Engine::refuse_mixture(int source, std::uint64_t expected, std::uint64_t observed) {
@@ -1169,31 +1097,11 @@ void Engine::refuse_mixture(int source, std::uint64_t expected, std::uint64_t ob
                   "exchange cannot be used any more, make a new one on every rank",
                   dispatch_.number, source, static_cast<std::uint32_t>(observed), rank(),
                   protocol::flag_of(expected)));
-  protocol::abort_world(heaps_, {rank(), rank(), Phase::kDispatch, dispatch_.of_all,
-                                 static_cast<std::uint64_t>(source), protocol::flag_of(expected),
-                                 static_cast<std::uint32_t>(observed), 0, rank()});
+  protocol::abort_world(
+      link_->heaps(),
+      {rank(), rank(), Phase::kDispatch, dispatch_.of_all, static_cast<std::uint64_t>(source),
+       protocol::flag_of(expected), static_cast<std::uint32_t>(observed), 0, rank()});
   throw Error(error);
-}
-
-void Engine::fail() {
-  await_abort();  // Another thread of this rank may be about to raise the word.
-  std::uint64_t abort = protocol::load_acquire(&heaps_.control(rank())->abort);
-  if (abort == 0) abort = static_cast<std::uint64_t>(rank()) + 1;
-  throw_abort(
-      world_, abort, [&](int failed) { return heaps_.control(failed)->failure; }, "exchange");
-}
-
-PassTrace Engine::trace() {
-  check();
-  PassTrace trace;
-  trace.rank = rank();
-  trace.num_ranks = num_ranks();
-  trace.epoch = dispatch_.number;
-  for (const ThreadTrace& thread : traces_) {
-    trace.dropped += thread.dropped();
-    trace.events.insert(trace.events.end(), thread.events().begin(), thread.events().end());
-  }
-  return trace;
 }
 
 }  // namespace

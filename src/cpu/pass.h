@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "cpu/lazy_buffer.h"
-#include "cpu/remote_peers.h"
+#include "cpu/rank_link.h"
 #include "model/mapped_weights.h"
 #include "protocol/heap.h"
 #include "protocol/host_sums.h"
@@ -39,10 +39,10 @@ struct Ffn {
 struct LayerState {
   LayerSpec spec;
   MoeWeights weights;
-  MappedWeights files;  // of the weights
-  protocol::Heaps heaps;
+  MappedWeights files;               // of the weights
+  protocol::ExpertPartition places;  // the experts' places on ranks
+  RankLink* link = nullptr;          // set before the first pass
   protocol::Heap heap;
-  RemotePeers remote;
   protocol::HostSums sums;  // false unless results are summed per host
   int max_tokens = 0;
   protocol::TileShape tile;      // of routed experts
@@ -54,6 +54,7 @@ struct LayerState {
   Ffn shared;
   std::function<void(const ProtocolStep&)> on_step;
 
+  const protocol::Heaps& heaps() const { return link->heaps(); }
   bool quantised() const { return compute == DType::kF8E4M3; }
   std::uint64_t cell_bytes() const {
     return static_cast<std::uint64_t>(spec.hidden) * size_of(value);
@@ -63,7 +64,7 @@ struct LayerState {
   int cells_per_token() const { return spec.top_k + (spec.shared_intermediate > 0 ? 1 : 0); }
   // Where the output for a slot of a token of `rank` goes.
   std::byte* cell(int rank, std::uint64_t token, std::uint64_t k) const {
-    return heap.cells(heaps.base[rank]) +
+    return heap.cells(heaps().base[rank]) +
            (token * static_cast<std::uint64_t>(cells_per_token()) + k) * cell_bytes();
   }
   // Where the output for a slot of a token waits for its sum.
@@ -74,18 +75,18 @@ struct LayerState {
   int expert_of(int place) const {
     return expert_at.empty() ? place : expert_at[static_cast<std::size_t>(place)];
   }
-  int first_expert() const { return heaps.experts.begin(heaps.rank); }
+  int first_expert() const { return places.begin(link->rank()); }
   const Ffn& expert(int global_index) const {
     return experts[static_cast<std::size_t>(global_index - first_expert())];
   }
   // Every step is a sign of life: one task may signal many tiles.
   void step(ProtocolStep::Kind kind, int peer, std::uint64_t epoch) const {
-    protocol::note_progress(heaps);
-    if (on_step) on_step({kind, heaps.rank, peer, epoch});
+    protocol::note_progress(heaps());
+    if (on_step) on_step({kind, link->rank(), peer, epoch});
   }
   // Calls the hook only. A wait is no progress: a world in which everybody waits must end.
   void waiting(int peer, std::uint64_t epoch) const {
-    if (on_step) on_step({ProtocolStep::Kind::kWait, heaps.rank, peer, epoch});
+    if (on_step) on_step({ProtocolStep::Kind::kWait, link->rank(), peer, epoch});
   }
 };
 
@@ -202,7 +203,7 @@ struct Pass {
 inline std::uint32_t count_of(const LayerState& layer, std::uint64_t epoch, int source,
                               int expert) {
   return static_cast<std::uint32_t>(
-      protocol::load_relaxed(layer.heap.counts(layer.heaps.mine(), epoch, source) + expert));
+      protocol::load_relaxed(layer.heap.counts(layer.heaps().mine(), epoch, source) + expert));
 }
 
 inline constexpr std::uint32_t kDispatchChunk = 64;  // tokens
@@ -229,7 +230,7 @@ inline RowRange rows_of_source(const Pass& pass, const Tile& tile, int source) {
 // Calls visit(source, its distance, its rows) for every rank of which the routed tile has rows.
 template <typename Visit>
 void for_each_source(const LayerState& layer, const Pass& pass, const Tile& tile, Visit&& visit) {
-  for (int source = 0; source < layer.heaps.size(); ++source) {
+  for (int source = 0; source < layer.link->num_ranks(); ++source) {
     const RowRange rows = rows_of_source(pass, tile, source);
     if (rows.begin == rows.end) continue;
     visit(source, static_cast<std::uint32_t>(pass.placement.distance_of(source)),
@@ -254,7 +255,7 @@ inline Row row_of(const LayerState& layer, const Pass& pass, const Tile& tile, s
   const std::uint32_t entry =
       result.distance == 0
           ? pass.own_entries[of_owner][result.position]
-          : layer.heap.entries(layer.heaps.mine(), of_owner, result.distance)[result.position];
+          : layer.heap.entries(layer.heaps().mine(), of_owner, result.distance)[result.position];
   result.token = protocol::SlotEntry::token(entry);
   result.k = protocol::SlotEntry::k(entry);
   return result;

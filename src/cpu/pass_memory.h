@@ -47,7 +47,7 @@ class PassMemory final : public switchyard::PassMemory {
   // Throws Error{kInvalidArgument} if there is too little.
   void require_room(const MemoryNeeds& needs) const;
   const MemoryNeeds& needs() const { return needs_; }
-  const SymmetricSegment& heap() const { return *heap_; }
+  std::shared_ptr<const SymmetricSegment> heap() const { return heap_; }
   std::byte* converted() const { return converted_.data(); }
   std::byte* quantised() const { return quantised_.data(); }
   std::byte* intermediate() const { return intermediate_.data(); }

@@ -110,12 +110,12 @@ void Processor::run(Pass& pass, const Task& task) {
 
 // A rank's own tokens and entries stay where they are: `peer` is another rank.
 void Processor::dispatch(Pass& pass, int peer, std::uint32_t chunk) {
-  if (!layer_.remote.reaches(peer)) return dispatch_to_host(pass, peer, chunk);
+  if (!layer_.link->reaches(peer)) return dispatch_to_host(pass, peer, chunk);
   const protocol::Heap& heap = layer_.heap;
-  std::byte* const target = layer_.heaps.base[peer];
+  std::byte* const target = layer_.heaps().base[peer];
   const auto distance = static_cast<std::uint32_t>(
-      (layer_.heaps.rank - peer + layer_.heaps.size()) % layer_.heaps.size());
-  const int first_expert = layer_.heaps.experts.begin(peer);
+      (layer_.link->rank() - peer + layer_.link->num_ranks()) % layer_.link->num_ranks());
+  const int first_expert = layer_.places.begin(peer);
   const std::vector<std::uint32_t>& tokens = pass.tokens_for[static_cast<std::size_t>(peer)];
   const std::size_t begin = std::size_t{chunk} * kDispatchChunk;
   const std::size_t end = std::min(begin + kDispatchChunk, tokens.size());
@@ -163,8 +163,8 @@ void Processor::dispatch(Pass& pass, int peer, std::uint32_t chunk) {
 // A token crosses once, for all ranks of the host that have an expert of it.
 void Processor::dispatch_to_host(Pass& pass, int gateway, std::uint32_t chunk) {
   const protocol::Heap& heap = layer_.heap;
-  const protocol::Heaps& heaps = layer_.heaps;
-  const RemotePeers& remote = layer_.remote;
+  const protocol::Heaps& heaps = layer_.heaps();
+  const RankLink& remote = *layer_.link;
   const int host = remote.host_of(gateway);
   constexpr auto kLane = network::Lane::kDispatch;
   const std::vector<std::uint32_t>& tokens = pass.tokens_for[static_cast<std::size_t>(gateway)];
@@ -187,7 +187,7 @@ void Processor::dispatch_to_host(Pass& pass, int gateway, std::uint32_t chunk) {
   };
   protocol::HostSums::Part sums{};
   if (layer_.sums) {
-    const RemotePeers::Collector collector = remote.collector_on(host);
+    const RankLink::Collector collector = remote.collector_on(host);
     sums = layer_.sums.part(heaps.base[collector.rank], collector.source);
   }
   layer_.step(Step::kDispatch, gateway, pass.epoch);
@@ -269,11 +269,11 @@ void Processor::gather(Pass& pass, const Tile& tile, std::uint32_t tile_index) {
       const bool own = distance == 0;
       if (!own) pass.note_received(distance, row.token, layer_.max_tokens);
       from = own ? pass.wire_row(row.token)
-                 : layer_.heap.pool(layer_.heaps.mine(), distance, row.token);
+                 : layer_.heap.pool(layer_.heaps().mine(), distance, row.token);
       if (layer_.spec.weight_on_input) {
         const auto of_owner = static_cast<std::uint32_t>(tile.expert - layer_.first_expert());
         scale = own ? pass.weights[row.token * static_cast<std::size_t>(layer_.spec.top_k) + row.k]
-                    : layer_.heap.weights(layer_.heaps.mine(), of_owner, distance)[row.position];
+                    : layer_.heap.weights(layer_.heaps().mine(), of_owner, distance)[row.position];
       }
     }
     unpack(from, scale, to);
@@ -295,13 +295,13 @@ void Processor::unpack(const std::byte* from, float scale, std::byte* to) {
 }
 
 protocol::HostSums::Part Processor::sums_for(int source) const {
-  const RemotePeers::Collector collector = layer_.remote.collector_of(source);
-  return layer_.sums.part(layer_.heaps.base[collector.rank], collector.source);
+  const RankLink::Collector collector = layer_.link->collector_of(source);
+  return layer_.sums.part(layer_.heaps().base[collector.rank], collector.source);
 }
 
 std::byte* Processor::result_address(const Pass& pass, const Tile& tile, std::uint32_t r,
                                      const Row& row) const {
-  if (layer_.remote.reaches(row.source)) return layer_.cell(row.source, row.token, row.k);
+  if (layer_.link->reaches(row.source)) return layer_.cell(row.source, row.token, row.k);
   if (layer_.sums) return layer_.summand(sums_for(row.source), row.token, row.k);
   return staged(pass, tile, r);
 }
@@ -312,7 +312,7 @@ std::byte* Processor::intermediate(const Pass& pass, const Tile& tile) {
 }
 
 void Processor::gemm1(Pass& pass, Tile& tile, std::uint32_t tile_index, std::uint32_t block) {
-  layer_.step(Step::kGemm1, layer_.heaps.rank, pass.epoch);
+  layer_.step(Step::kGemm1, layer_.link->rank(), pass.epoch);
   const Ffn& f = ffn(pass, tile);
   const int first = static_cast<int>(block) * f.gemm1_rows;
   const int m = std::min(f.gemm1_rows, f.intermediate - first);
@@ -354,7 +354,7 @@ void Processor::gemm1(Pass& pass, Tile& tile, std::uint32_t tile_index, std::uin
 }
 
 void Processor::gemm2(Pass& pass, Tile& tile, std::uint32_t tile_index, std::uint32_t block) {
-  layer_.step(Step::kGemm2, layer_.heaps.rank, pass.epoch);
+  layer_.step(Step::kGemm2, layer_.link->rank(), pass.epoch);
   const Ffn& f = ffn(pass, tile);
   const bool shared = is_shared(pass, tile);
   const int hidden = layer_.spec.hidden;
@@ -371,7 +371,7 @@ void Processor::gemm2(Pass& pass, Tile& tile, std::uint32_t tile_index, std::uin
   row_addresses_.resize(tile.rows);
   for (std::uint32_t r = 0; r < tile.rows; ++r) {
     if (shared) {
-      row_addresses_[r] = layer_.cell(layer_.heaps.rank, tile.first_row + r,
+      row_addresses_[r] = layer_.cell(layer_.link->rank(), tile.first_row + r,
                                       static_cast<std::uint64_t>(layer_.spec.top_k)) +
                           offset;
     } else {
@@ -397,14 +397,15 @@ void Processor::gemm2(Pass& pass, Tile& tile, std::uint32_t tile_index, std::uin
       protocol::store_release(&tile.finished, std::uint32_t{1});
       return;
     }
-    const bool reached = layer_.remote.reaches(source);
+    const bool reached = layer_.link->reaches(source);
     // Rows are sent before they are counted, so that the flag stands behind the rows of all tiles
     // in their lane.
     if (!reached && layer_.sums) sum_for_host(pass, tile, source);
     if (!reached && !layer_.sums) return_to_host(pass, tile, source);
     // As in dispatch(), the thread that finishes a source's last rows of the expert signals for all
     // tiles.
-    std::uint32_t* const unfinished = pass.unfinished_rows(of_owner, source, layer_.heaps.size());
+    std::uint32_t* const unfinished =
+        pass.unfinished_rows(of_owner, source, layer_.link->num_ranks());
     if (protocol::fetch_add(unfinished, ~rows + 1) != rows) return;
     layer_.step(Step::kFinished, source, pass.epoch);
     if (trace_ != nullptr) {
@@ -412,22 +413,21 @@ void Processor::gemm2(Pass& pass, Tile& tile, std::uint32_t tile_index, std::uin
                    layer_.expert_of(tile.expert), static_cast<std::int32_t>(tile.rows));
     }
     std::uint32_t* const finished =
-        layer_.heap.finished(layer_.heaps.base[source], static_cast<std::uint32_t>(tile.expert));
+        layer_.heap.finished(layer_.heaps().base[source], static_cast<std::uint32_t>(tile.expert));
     if (reached) {
       protocol::store_release(finished, protocol::flag_of(pass.epoch));
       return;
     }
-    const network::Store flag =
-        layer_.remote.store(source, finished, protocol::flag_of(pass.epoch));
-    const int host = layer_.remote.host_of(source);
-    layer_.remote.stores(network::Lane::kCombine, pass.epoch, host, {&flag, 1});
-    layer_.remote.flush(network::Lane::kCombine, host);
+    const network::Store flag = layer_.link->store(source, finished, protocol::flag_of(pass.epoch));
+    const int host = layer_.link->host_of(source);
+    layer_.link->stores(network::Lane::kCombine, pass.epoch, host, {&flag, 1});
+    layer_.link->flush(network::Lane::kCombine, host);
   });
   protocol::store_release(&tile.returned, std::uint32_t{1});
 }
 
 void Processor::return_to_host(const Pass& pass, const Tile& tile, int source) {
-  const RemotePeers& remote = layer_.remote;
+  const RankLink& remote = *layer_.link;
   const int host = remote.host_of(source);
   constexpr auto kLane = network::Lane::kCombine;
   // Other sources' rows are not looked at: a source that has all its rows may be a pass further,
@@ -441,7 +441,7 @@ void Processor::return_to_host(const Pass& pass, const Tile& tile, int source) {
 }
 
 void Processor::sum_for_host(Pass& pass, const Tile& tile, int source) {
-  const RemotePeers& remote = layer_.remote;
+  const RankLink& remote = *layer_.link;
   const int host = remote.host_of(source);
   const protocol::HostSums::Part sums = sums_for(source);
   const void* rows[protocol::kMaxTopK];
@@ -471,7 +471,7 @@ void Processor::sum_for_host(Pass& pass, const Tile& tile, int source) {
 }
 
 void Processor::combine(Pass& pass, std::uint32_t chunk) {
-  layer_.step(Step::kCombine, layer_.heaps.rank, pass.epoch);
+  layer_.step(Step::kCombine, layer_.link->rank(), pass.epoch);
   const LayerSpec& spec = layer_.spec;
   const std::int64_t begin = static_cast<std::int64_t>(chunk) * kCombineChunk;
   const std::int64_t end = std::min<std::int64_t>(begin + kCombineChunk, pass.tokens);
@@ -481,7 +481,7 @@ void Processor::combine(Pass& pass, std::uint32_t chunk) {
     int count = 0;
     std::uint64_t hosts_seen = 0;
     const auto add = [&](int k, float weight) {
-      cells[count] = layer_.cell(layer_.heaps.rank, static_cast<std::uint64_t>(token),
+      cells[count] = layer_.cell(layer_.link->rank(), static_cast<std::uint64_t>(token),
                                  static_cast<std::uint64_t>(k));
       weights[count++] = weight;
     };
@@ -489,9 +489,9 @@ void Processor::combine(Pass& pass, std::uint32_t chunk) {
       const auto s = static_cast<std::size_t>(token * spec.top_k + k);
       const int owner = pass.slots[s].owner;
       if (owner < 0) continue;
-      if (layer_.sums && !layer_.remote.reaches(owner)) {
+      if (layer_.sums && !layer_.link->reaches(owner)) {
         // The host's sum, which has its weights, is in the cell of the first of its slots.
-        const std::uint64_t host = std::uint64_t{1} << layer_.remote.host_of(owner);
+        const std::uint64_t host = std::uint64_t{1} << layer_.link->host_of(owner);
         if ((hosts_seen & host) == 0) add(k, 1.0f);
         hosts_seen |= host;
         continue;

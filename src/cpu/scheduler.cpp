@@ -8,15 +8,17 @@ using protocol::RankSet;
 using protocol::Task;
 using protocol::TaskKind;
 
-void Subscriber::start() { num_counts_.assign(static_cast<std::size_t>(layer_.heaps.size()), 0); }
+void Subscriber::start() {
+  num_counts_.assign(static_cast<std::size_t>(layer_.link->num_ranks()), 0);
+}
 
 RankSet Subscriber::look_for_counts() {
   const std::uint64_t flag = protocol::flag_of(pass_.epoch);
   RankSet here = 0;
-  for (int s = 0; s < layer_.heaps.size(); ++s) {
-    const std::uint64_t* const row = layer_.heap.counts(layer_.heaps.mine(), pass_.epoch, s);
+  for (int s = 0; s < layer_.link->num_ranks(); ++s) {
+    const std::uint64_t* const row = layer_.heap.counts(layer_.heaps().mine(), pass_.epoch, s);
     std::size_t& e = num_counts_[static_cast<std::size_t>(s)];
-    if (s == layer_.heaps.rank) e = pass_.counts.size();
+    if (s == layer_.link->rank()) e = pass_.counts.size();
     // Acquire: pairs with the source's release in publish_counts().
     while (e < pass_.counts.size() && protocol::load_acquire(row + e) >> 32 == flag) ++e;
     if (e == pass_.counts.size()) here |= protocol::set_of(s);
@@ -26,17 +28,17 @@ RankSet Subscriber::look_for_counts() {
 
 std::optional<Missing> Subscriber::missing_counts(int source) const {
   const std::size_t e = num_counts_[static_cast<std::size_t>(source)];
-  if (e == pass_.counts.size() || source == layer_.heaps.rank) return std::nullopt;
-  const std::uint64_t* const row = layer_.heap.counts(layer_.heaps.mine(), pass_.epoch, source);
+  if (e == pass_.counts.size() || source == layer_.link->rank()) return std::nullopt;
+  const std::uint64_t* const row = layer_.heap.counts(layer_.heaps().mine(), pass_.epoch, source);
   return Missing{Phase::kCounts, source, e, protocol::flag_of(pass_.epoch),
                  protocol::load_acquire(row + e) >> 32};
 }
 
 bool Subscriber::rows_are_here(int expert, int source) const {
-  if (source == layer_.heaps.rank) return true;
+  if (source == layer_.link->rank()) return true;
   const auto of_owner = static_cast<std::uint32_t>(expert - layer_.first_expert());
   const auto distance = static_cast<std::uint32_t>(pass_.placement.distance_of(source));
-  return protocol::load_acquire(layer_.heap.arrived(layer_.heaps.mine(), of_owner, distance)) ==
+  return protocol::load_acquire(layer_.heap.arrived(layer_.heaps().mine(), of_owner, distance)) ==
          protocol::flag_of(pass_.epoch);
 }
 
@@ -48,7 +50,7 @@ std::optional<Missing> Subscriber::missing_rows(const Tile& tile) const {
     if (missing || distance == 0) return;
     // Acquire: pairs with the source's release in Processor::dispatch; the rows are read after it.
     const std::uint32_t seen =
-        protocol::load_acquire(layer_.heap.arrived(layer_.heaps.mine(), of_owner, distance));
+        protocol::load_acquire(layer_.heap.arrived(layer_.heaps().mine(), of_owner, distance));
     if (seen != flag) {
       missing = {Phase::kDispatch, source, static_cast<std::uint64_t>(tile.expert), flag, seen};
     }
@@ -64,7 +66,7 @@ std::optional<Missing> Subscriber::missing_cells(std::uint32_t combine_chunk) co
     const Slot& slot = pass_.slots[static_cast<std::size_t>(i)];
     if (slot.owner < 0) continue;
     // Acquire: pairs with the owner's release in Processor::gemm2; the cells are read after it.
-    if (slot.owner == layer_.heaps.rank) {
+    if (slot.owner == layer_.link->rank()) {
       if (slot.tile < 0 ||
           protocol::load_acquire(&pass_.tiles[static_cast<std::size_t>(slot.tile)].finished) == 0) {
         return Missing{Phase::kExperts, slot.owner, static_cast<std::uint64_t>(slot.tile), 1, 0};
@@ -74,14 +76,14 @@ std::optional<Missing> Subscriber::missing_cells(std::uint32_t combine_chunk) co
     const auto expert = static_cast<std::uint32_t>(pass_.ids[static_cast<std::size_t>(i)]);
     const std::uint32_t flag = protocol::flag_of(pass_.epoch);
     const std::uint32_t seen =
-        protocol::load_acquire(layer_.heap.finished(layer_.heaps.mine(), expert));
+        protocol::load_acquire(layer_.heap.finished(layer_.heaps().mine(), expert));
     if (seen != flag) return Missing{Phase::kCombine, slot.owner, expert, flag, seen};
   }
   if (pass_.work.num_shared_tiles > 0) {
     for (std::int64_t token = begin; token < end; ++token) {
       const auto tile = static_cast<std::size_t>(token) / pass_.shared_tiles.height;
       const std::uint32_t finished = protocol::load_acquire(&pass_.tiles[tile].finished);
-      if (finished == 0) return Missing{Phase::kExperts, layer_.heaps.rank, tile, 1, 0};
+      if (finished == 0) return Missing{Phase::kExperts, layer_.link->rank(), tile, 1, 0};
     }
   }
   return std::nullopt;
@@ -120,15 +122,15 @@ void Scheduler::list(const protocol::Workload& work, std::uint32_t first_tile) {
 
 std::uint32_t Scheduler::count(int source, int expert) const {
   const auto e = static_cast<std::size_t>(expert);
-  return source == layer_.heaps.rank ? pass_.counts[e]
-                                     : count_of(layer_, pass_.epoch, source, expert);
+  return source == layer_.link->rank() ? pass_.counts[e]
+                                       : count_of(layer_, pass_.epoch, source, expert);
 }
 
 bool Scheduler::place(bool idle) {
   const std::lock_guard lock(mutex_);
   if (all_placed()) return false;
   const RankSet known = subscriber_.look_for_counts();
-  if (known == protocol::all_ranks(layer_.heaps.size())) {
+  if (known == protocol::all_ranks(layer_.link->num_ranks())) {
     place_the_rest();
     return true;
   }
@@ -139,11 +141,11 @@ bool Scheduler::place(bool idle) {
 }
 
 void Scheduler::place_the_rest() {
-  layer_.step(ProtocolStep::Kind::kPlan, layer_.heaps.rank, pass_.epoch);
-  const RankSet all = protocol::all_ranks(layer_.heaps.size());
+  layer_.step(ProtocolStep::Kind::kPlan, layer_.link->rank(), pass_.epoch);
+  const RankSet all = protocol::all_ranks(layer_.link->num_ranks());
   const auto first_tile = static_cast<std::uint32_t>(pass_.tiles.size());
-  const protocol::ExpertPartition& experts = layer_.heaps.experts;
-  for (int e = experts.begin(layer_.heaps.rank); e < experts.end(layer_.heaps.rank); ++e) {
+  const protocol::ExpertPartition& experts = layer_.places;
+  for (int e = experts.begin(layer_.link->rank()); e < experts.end(layer_.link->rank()); ++e) {
     place_rows(e, all & ~pass_.placement.placed(e));
   }
   list(pass_.routed_work(first_tile), first_tile);
@@ -153,15 +155,15 @@ void Scheduler::place_the_rest() {
 
 // Places the rows that are here of the expert that has the most of them.
 bool Scheduler::place_one_expert(RankSet known) {
-  const protocol::ExpertPartition& experts = layer_.heaps.experts;
+  const protocol::ExpertPartition& experts = layer_.places;
   int most_rows_of = -1;
   std::uint32_t most_rows = 0;
   RankSet sources = 0;
-  for (int e = experts.begin(layer_.heaps.rank); e < experts.end(layer_.heaps.rank); ++e) {
+  for (int e = experts.begin(layer_.link->rank()); e < experts.end(layer_.link->rank()); ++e) {
     const RankSet open = known & ~pass_.placement.placed(e);
     RankSet here = 0;
     std::uint32_t rows = 0;
-    for (int s = 0; s < layer_.heaps.size(); ++s) {
+    for (int s = 0; s < layer_.link->num_ranks(); ++s) {
       if ((open & protocol::set_of(s)) == 0) continue;
       const std::uint32_t of_source = count(s, e);
       if (of_source == 0 || !subscriber_.rows_are_here(e, s)) continue;
@@ -192,12 +194,12 @@ void Scheduler::place_rows(int expert, RankSet sources) {
   tile_arrived_.resize(pass_.tiles.size(), false);
 
   const auto of_owner = static_cast<std::uint32_t>(expert - layer_.first_expert());
-  for (int s = 0; s < layer_.heaps.size(); ++s) {
+  for (int s = 0; s < layer_.link->num_ranks(); ++s) {
     if ((sources & protocol::set_of(s)) == 0) continue;
-    *pass_.unfinished_rows(of_owner, s, layer_.heaps.size()) = count(s, expert);
+    *pass_.unfinished_rows(of_owner, s, layer_.link->num_ranks()) = count(s, expert);
   }
-  if ((sources & protocol::set_of(layer_.heaps.rank)) == 0) return;
-  std::uint32_t row = pass_.placement.source_begin(segment, layer_.heaps.rank);
+  if ((sources & protocol::set_of(layer_.link->rank())) == 0) return;
+  std::uint32_t row = pass_.placement.source_begin(segment, layer_.link->rank());
   for (const std::uint32_t entry : pass_.own_entries[of_owner]) {
     const std::size_t slot =
         protocol::SlotEntry::token(entry) * static_cast<std::size_t>(layer_.spec.top_k) +
@@ -270,7 +272,7 @@ void Scheduler::complete(const Task& task) {
       tile.intermediate_slot = -1;
     }
   }
-  protocol::note_progress(layer_.heaps);
+  protocol::note_progress(layer_.heaps());
   num_complete_.fetch_add(1, std::memory_order_acq_rel);
 }
 
@@ -283,11 +285,11 @@ Missing Scheduler::missing() {
   const std::lock_guard lock(mutex_);
   // Work in hand comes first: while another thread of this rank works, the rank is not waiting for
   // anybody, and if that thread hangs, the fault is here.
-  const Missing own_work{Phase::kExperts, layer_.heaps.rank, first_open_, num_listed_,
+  const Missing own_work{Phase::kExperts, layer_.link->rank(), first_open_, num_listed_,
                          num_complete_};
   if (num_taken_ != num_complete_) return own_work;
   // Counts are the earliest step.
-  for (int s = 0; s < layer_.heaps.size() && !all_placed(); ++s) {
+  for (int s = 0; s < layer_.link->num_ranks() && !all_placed(); ++s) {
     if (const auto counts = subscriber_.missing_counts(s)) return *counts;
   }
   for (std::size_t i = first_open_; i < tasks_.size(); ++i) {

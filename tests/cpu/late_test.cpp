@@ -291,7 +291,7 @@ TEST(BitsIgnoreHeight, HoldsForEveryHeightInUse) {
     cpu::LayerState layer;
     layer.spec = spec;
     layer.gemm = dtype;
-    layer.heaps.experts = {spec.num_experts, 1};
+    layer.places = {spec.num_experts, 1};
     for (const FfnWeights& expert : weights.experts) {
       cpu::Ffn ffn;
       ffn.weights = &expert;
