@@ -224,7 +224,6 @@ class Engine final : public LayerEngine {
   void prepare_token(const MatrixView& x, std::int64_t token);
   void list_slots();
   void publish_counts();
-  void send_counts(int gateway);
   std::uint32_t count(int source, int expert) const;
   void start_tasks();
   void run_tasks();
@@ -289,8 +288,10 @@ Engine::Engine(const World& world, const LayerSpec& spec, const MoeWeights& weig
   if (memory_ == nullptr) memory_ = std::make_shared<PassMemory>(world, needs, id);
   attempt_together(world.fabric(), [&] { memory_->require_room(needs); });
   layer_.heap = protocol::Heap::within(memory_->needs().heap, needs.heap);
-  if (needs.sums.num_sources > 0) layer_.sums = memory_->needs().host_sums();
-  layer_.link = &link_.emplace(world, memory_->heap(), layer_.places, options.deadline, "layer");
+  const protocol::HostSums sums =
+      needs.sums.num_sources > 0 ? memory_->needs().host_sums() : protocol::HostSums();
+  layer_.link =
+      &link_.emplace(world, memory_->heap(), layer_.places, sums, options.deadline, "layer");
 
   // A failure here is told to all ranks. This is also a barrier: no rank writes into a heap before
   // all ranks have mapped it.
@@ -376,7 +377,7 @@ void Engine::make_processors(int threads) {
   splits_ = num_ranks() > 1 && bits_ignore_height(layer_);
   pass_.num_intermediate_slots = intermediate_slots(threads);
   pass_.intermediate_slot_bytes =
-      intermediate_slot_bytes(layer_, link_->spans_hosts() && !layer_.sums);
+      intermediate_slot_bytes(layer_, link_->spans_hosts() && !link_->sums());
   pass_.staging_offset = staging_offset(layer_);
   pass_.intermediate = memory_->intermediate();
   pass_.tokens_for.resize(static_cast<std::size_t>(num_ranks()));
@@ -578,40 +579,25 @@ void Engine::list_slots() {
 void Engine::publish_counts() {
   const Stage stage(trace_of(0), TraceKind::kCounts, pass_.tokens);
   const std::uint64_t flag = std::uint64_t{protocol::flag_of(pass_.epoch)} << 32;
-  for (int i = 1; i < num_ranks(); ++i) {
-    const int peer = (rank() + i) % num_ranks();
-    layer_.step(ProtocolStep::Kind::kPublishCounts, peer, pass_.epoch);
-    if (!link_->reaches(peer)) {
-      // The first of a host's ranks in this order stands for all of them.
-      if (link_->via(peer) == peer) send_counts(peer);
-      continue;
-    }
-    std::uint64_t* const row = layer_.heap.counts(layer_.heaps().base[peer], pass_.epoch, rank());
-    // Release: the row is also the credit for the peer to send (heap.h), so it must follow all that
-    // this rank did in the previous pass.
-    for (std::size_t e = 0; e < pass_.counts.size(); ++e) {
-      protocol::store_release(row + e, flag | pass_.counts[e]);
-    }
-    stats_.signal_bytes += pass_.counts.size() * sizeof(std::uint64_t);
-  }
-}
-
-// Sends the counts to all ranks of the gateway's host. Later records of this lane arrive behind
-// them.
-void Engine::send_counts(int gateway) {
-  const std::uint64_t flag = std::uint64_t{protocol::flag_of(pass_.epoch)} << 32;
   std::vector<std::uint64_t> row;
   row.reserve(pass_.counts.size());
   for (const std::uint32_t count : pass_.counts) row.push_back(flag | count);
-  std::vector<network::Target> targets;
-  for (const int r : link_->ranks_beside(gateway)) {
-    targets.push_back(
-        link_->target(r, layer_.heap.counts(layer_.heaps().base[r], pass_.epoch, rank())));
+  for (int i = 1; i < num_ranks(); ++i) {
+    const int peer = link_->peer(i);
+    layer_.step(ProtocolStep::Kind::kPublishCounts, peer, pass_.epoch);
+    const std::span<const int> ranks = link_->ranks_behind(peer);
+    if (ranks.empty()) continue;
+    // Release: the row is also the credit for the peer to send (heap.h), so it must follow all that
+    // this rank did in the previous pass. On another host, later records of the lane arrive behind
+    // it.
+    link_->to(peer, network::Lane::kDispatch, pass_.epoch, [&](auto& to) {
+      for (const int r : ranks) {
+        to.target(r, layer_.heap.counts(layer_.heaps().base[r], pass_.epoch, rank()));
+      }
+      to.words(row);
+    });
+    stats_.signal_bytes += row.size() * sizeof(std::uint64_t);
   }
-  const int host = link_->host_of(gateway);
-  link_->words(network::Lane::kDispatch, pass_.epoch, host, targets, row);
-  link_->flush(network::Lane::kDispatch, host);
-  stats_.signal_bytes += row.size() * sizeof(std::uint64_t);
 }
 
 // The counts matrix, once the source's row has come.
@@ -819,13 +805,13 @@ void Engine::finish(const ForwardOutput& output, Clock::time_point start) {
     const std::uint32_t own = pass_.counts[static_cast<std::size_t>(e)];
     (experts.owner(e) == rank() ? rows_received : rows_sent) +=
         experts.owner(e) == rank() ? rows - own : own;
-    if (!layer_.sums) continue;
-    if (!link_->reaches(experts.owner(e))) {
+    if (!link_->sums()) continue;
+    if (link_->way_back(experts.owner(e)) == RankLink::Return::kSummed) {
       summed_slots += own;
       continue;
     }
     for (int s = 0; s < num_ranks(); ++s) {
-      if (link_->reaches(s) || link_->collector_of(s).rank != rank()) continue;
+      if (!link_->keeps_sums_for(s)) continue;
       collected += count(s, e);
       if (experts.owner(e) == rank()) collected_own += count(s, e);
     }
@@ -833,7 +819,7 @@ void Engine::finish(const ForwardOutput& output, Clock::time_point start) {
   for (const auto& tokens : pass_.tokens_for) tokens_sent += tokens.size();
   for (const std::uint64_t word : pass_.received) tokens_received += std::popcount(word);
   stats_.dispatch_bytes = tokens_sent * layer_.wire_bytes() + rows_sent * layer_.heap.entry_bytes();
-  if (layer_.sums && !spec().weight_on_input) {
+  if (!spec().weight_on_input) {
     stats_.dispatch_bytes += summed_slots * sizeof(float);
   }
   stats_.combine_bytes = (rows_received - collected_own + pass_.sums_sent) * layer_.cell_bytes();
@@ -843,7 +829,7 @@ void Engine::finish(const ForwardOutput& output, Clock::time_point start) {
       tokens_received, rows_received,
       static_cast<std::uint64_t>(pass_.tokens * layer_.cells_per_token()) * layer_.cell_bytes());
   stats_.heap_bytes_used += collected * layer_.cell_bytes();
-  stats_.heap_bytes_reserved = layer_.sums ? layer_.sums.end() : layer_.heap.bytes();
+  stats_.heap_bytes_reserved = link_->sums() ? link_->sums().end() : layer_.heap.bytes();
   stats_.workspace_bytes_used =
       std::min(static_cast<std::size_t>(pass_.num_intermediate_slots), pass_.tiles.size()) *
       pass_.intermediate_slot_bytes;

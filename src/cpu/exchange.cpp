@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "base/convert.h"
+#include "cpu/host_sum.h"
 #include "cpu/kernels.h"
 #include "cpu/lazy_buffer.h"
 #include "cpu/rank_link.h"
@@ -26,6 +27,7 @@
 namespace switchyard::cpu {
 namespace {
 
+using network::Lane;
 using protocol::ExchangeEntry;
 using protocol::Missing;
 using protocol::Phase;
@@ -38,20 +40,20 @@ constexpr std::size_t kChunk = 32;
 constexpr std::size_t kAloneBytes = 256 << 10;
 constexpr std::size_t kMostTraceEvents = 1 << 14;
 
-// A token for the ranks of another host, which crosses once for all of them.
-struct HostToken {
+// A token that this rank sends to a rank, or once to all ranks of a host.
+struct SentToken {
   std::uint32_t token = 0;
-  std::uint32_t first_place = 0;  // among the host's places; the next token's is behind the last
-  std::uint32_t slots = 0;        // a bit for each k whose expert is on the host
+  std::uint32_t first_place = 0;  // in its list; the next token's is behind the last
+  std::uint32_t slots = 0;        // a bit for each k whose expert is there
 };
 // A destination of such a token: a position in a rank's pool.
-struct HostPlace {
+struct SentPlace {
   int rank = 0;
   std::uint32_t position = 0;
 };
-struct ForHost {
-  std::vector<HostToken> tokens;
-  std::vector<HostPlace> places;
+struct SentTokens {
+  std::vector<SentToken> tokens;
+  std::vector<SentPlace> places;
 };
 
 // A row that this rank received.
@@ -69,11 +71,11 @@ class Handle final : public ExchangeHandle::State {
   // notice if they reuse different dispatches.
   std::uint64_t layout = 0;
   // This rank's tokens.
-  std::vector<std::int32_t> places;                   // [T, K]: the place of each slot, or -1
-  std::vector<float> weights;                         // [T, K]
-  std::vector<std::vector<std::uint32_t>> tokens_to;  // [ranks]: tokens that each rank gets
+  std::vector<std::int32_t> places;          // [T, K]: the place of each slot, or -1
+  std::vector<float> weights;                // [T, K]
+  std::vector<std::uint32_t> num_tokens_to;  // [ranks]: the tokens that each rank gets
   std::vector<std::vector<ExchangeEntry>> entries_to;
-  std::vector<ForHost> for_host;  // [ranks]: with the gateway of a host; empty on one host
+  std::vector<SentTokens> sent_to;  // [ranks]: of another host's ranks, all stand with its gateway
   // Rows that this rank received.
   bool planned = false;
   std::vector<std::int64_t> ends;                 // [own experts]
@@ -135,9 +137,6 @@ class Engine final : public ExchangeEngine {
   }
 
   void list_slots(Handle& handle) const;
-  void list_for_hosts(Handle& handle) const;
-  // A bit for each k of the token whose expert is on the host.
-  std::uint32_t slots_on(int host, const Handle& handle, std::uint32_t token) const;
   void publish_counts(const Handle& handle);
   void prepare_tokens(const MatrixView& tokens);
   const std::byte* prepared(std::uint32_t token) const {
@@ -145,13 +144,9 @@ class Engine final : public ExchangeEngine {
   }
   std::size_t prepared_bytes() const { return problem_.wire_bytes(); }
   void send_tokens(const MatrixView& tokens, const Handle& handle, bool entries);
-  void send_to_host(const MatrixView& tokens, const Handle& handle, int gateway, bool entries,
-                    std::size_t begin, std::size_t end) const;
-  void return_to_host(const CombineInput& input, const Handle& handle, int to, std::size_t begin,
-                      std::size_t end);
-  // Raises the flag at `word` of `to`, behind all that was sent there in the lane.
-  void raise(network::Lane lane, const Call& call, int to, std::uint64_t* word,
-             std::uint64_t value) const;
+  template <typename To>
+  void send_chunk(const MatrixView& tokens, const Handle& handle, int peer, bool entries,
+                  std::size_t begin, std::size_t end, To& to) const;
   void put_token(const MatrixView& tokens, const Handle& handle, std::uint32_t token,
                  std::byte* to) const;
   void plan(Handle& handle);
@@ -159,22 +154,22 @@ class Engine final : public ExchangeEngine {
   void list_arrivals(Handle& handle, int source) const;
   void await_arrived(int source, std::uint64_t layout);
   void put_rows(const DispatchOutput& output, const Handle& handle, int source);
-  // Makes the result for a cell at place(cell), and then calls stored(cell).
-  template <typename Place, typename Stored>
-  void return_rows(const CombineInput& input, const Handle& handle, int to, std::size_t begin,
-                   std::size_t end, const Place& place, const Stored& stored) const;
-  template <typename Place, typename Stored>
-  void return_sums(const CombineInput& input, const Handle& handle, int to, std::size_t begin,
-                   std::size_t end, const Place& place, const Stored& stored) const;
-  void return_sums_of_host(const CombineInput& input, const Handle& handle, int to,
-                           std::size_t begin, std::size_t end);
+  template <typename To>
+  void return_rows(const CombineInput& input, const Handle& handle, int source, std::size_t begin,
+                   std::size_t end, To& to) const;
+  // Returns the sums of tokens whose first row stands in [begin, end) of the order by token. Where
+  // this host sums, the rank with a token's last row sums those of all its ranks.
+  template <typename To>
+  void return_sums(const CombineInput& input, const Handle& handle, int source, std::size_t begin,
+                   std::size_t end, To& to);
+  // Appends the rows of a token, of which `first` is the first in the order by token. Returns their
+  // slots: a bit for each k.
+  std::uint32_t rows_of_token(const CombineInput& input, const Handle& handle, int source,
+                              std::size_t first, Summands& rows) const;
   // True if the rows for a rank are summed with those of this host's other ranks.
-  bool sums_per_host(int to) const { return sums_ && !link_->reaches(to); }
+  bool sums_per_host(int to) const { return link_->way_back(to) == RankLink::Return::kSummed; }
   // True if they are summed at all.
   bool sums_for(int to) const { return spec().pre_sum || sums_per_host(to); }
-  float weight_of_sent(const Arrival& arrival) const {
-    return spec().weights == CombineWeights::kBySender ? arrival.weight : 1.0f;
-  }
   void sum_tokens(const CombineOutput& output, const Handle& handle, std::size_t begin,
                   std::size_t end) const;
 
@@ -199,7 +194,6 @@ class Engine final : public ExchangeEngine {
   }
 
   protocol::ExchangeHeap heap_;
-  protocol::HostSums sums_;  // false unless rows are summed per host
   std::optional<RankLink> link_;
   LazyBuffer quantised_;     // this rank's tokens as they travel, where they are quantised
   Call dispatch_, combine_;  // the last ones that were sent
@@ -220,19 +214,20 @@ Engine::Engine(const World& world, const ExchangeProblem& problem, const Exchang
   shape.scale_bytes = problem_.wire_bytes() - problem_.token_bytes();
   shape.result_bytes = problem_.result_bytes();
   heap_ = protocol::ExchangeHeap(shape);
+  protocol::HostSums sums;
   const network::Proxy* const proxy = world.fabric().proxy();
   if (spec().pre_sum_per_host && proxy != nullptr) {
-    protocol::HostSums::Shape sums;
-    sums.num_sources = proxy->hosts().max_sources();
-    sums.windows = 2;
-    sums.max_tokens = static_cast<std::uint64_t>(spec().max_tokens);
-    sums.max_slots = sums.max_tokens * static_cast<std::uint64_t>(spec().top_k);
-    sums.rows_bytes = sums.max_slots * problem_.result_bytes();
-    sums_ = protocol::HostSums(sums, heap_.bytes());
+    protocol::HostSums::Shape needed;
+    needed.num_sources = proxy->hosts().max_sources();
+    needed.windows = 2;
+    needed.max_tokens = static_cast<std::uint64_t>(spec().max_tokens);
+    needed.max_slots = needed.max_tokens * static_cast<std::uint64_t>(spec().top_k);
+    needed.rows_bytes = needed.max_slots * problem_.result_bytes();
+    sums = protocol::HostSums(needed, heap_.bytes());
   }
-  const std::uint64_t heap_bytes = sums_ ? sums_.end() : heap_.bytes();
-  link_.emplace(world, world.fabric().allocate_heap(heap_bytes), problem_.places, options_.deadline,
-                "exchange");
+  const std::uint64_t heap_bytes = sums ? sums.end() : heap_.bytes();
+  link_.emplace(world, world.fabric().allocate_heap(heap_bytes), problem_.places, sums,
+                options_.deadline, "exchange");
 
   // A failure here is told to all ranks. This is also a barrier: no rank writes into a heap before
   // all ranks have mapped it.
@@ -291,8 +286,8 @@ void Engine::dispatch_send(const DispatchInput& input, State& state) {
   for (int r = 0; r < num_ranks(); ++r) {
     if (r == rank()) continue;
     const auto to = static_cast<std::size_t>(r);
-    stats_.tokens_sent += static_cast<std::int64_t>(handle.tokens_to[to].size());
-    stats_.dispatch_bytes += handle.tokens_to[to].size() * problem_.wire_bytes();
+    stats_.tokens_sent += handle.num_tokens_to[to];
+    stats_.dispatch_bytes += handle.num_tokens_to[to] * problem_.wire_bytes();
     if (!input.reuse) stats_.dispatch_bytes += handle.entries_to[to].size() * sizeof(ExchangeEntry);
     stats_.signal_bytes += sizeof(std::uint64_t);
   }
@@ -302,9 +297,13 @@ void Engine::dispatch_send(const DispatchInput& input, State& state) {
 void Engine::list_slots(Handle& handle) const {
   const auto ranks = static_cast<std::size_t>(num_ranks());
   const auto top_k = static_cast<std::size_t>(spec().top_k);
-  handle.tokens_to.resize(ranks);
+  handle.num_tokens_to.assign(ranks, 0);
   handle.entries_to.resize(ranks);
-  for (auto& tokens : handle.tokens_to) tokens.clear();
+  handle.sent_to.resize(ranks);
+  for (SentTokens& sent : handle.sent_to) {
+    sent.tokens.clear();
+    sent.places.clear();
+  }
   // The index of each place's next row in its rank's list; at first the number of its rows.
   std::vector<std::uint32_t> next(static_cast<std::size_t>(problem_.places.num_experts));
   for (const std::int32_t place : handle.places) {
@@ -317,87 +316,47 @@ void Engine::list_slots(Handle& handle) const {
     }
     handle.entries_to[static_cast<std::size_t>(r)].resize(rows);
   }
-  for (std::size_t i = 0; i < handle.places.size(); ++i) {
-    if (handle.places[i] < 0) continue;
-    const auto token = static_cast<std::uint32_t>(i / top_k);
-    const auto owner = static_cast<std::size_t>(problem_.places.owner(handle.places[i]));
-    auto& tokens = handle.tokens_to[owner];
-    if (tokens.empty() || tokens.back() != token) tokens.push_back(token);
-    handle.entries_to[owner][next[static_cast<std::size_t>(handle.places[i])]++] = {
-        SlotEntry::pack(token, static_cast<std::uint32_t>(i % top_k)),
-        static_cast<std::uint32_t>(tokens.size() - 1), handle.weights[i]};
-  }
-  if (link_->spans_hosts()) list_for_hosts(handle);
-}
-
-// Lists the tokens for all ranks of a host, in order, each with its places in their pools.
-void Engine::list_for_hosts(Handle& handle) const {
-  handle.for_host.assign(static_cast<std::size_t>(num_ranks()), {});
-  for (int gateway = 0; gateway < num_ranks(); ++gateway) {
-    if (link_->reaches(gateway) || link_->via(gateway) != gateway) continue;
-    ForHost& list = handle.for_host[static_cast<std::size_t>(gateway)];
-    const std::span<const int> ranks = link_->ranks_beside(gateway);
-    const int host = link_->host_of(gateway);
-    std::vector<std::uint32_t> next(ranks.size());
-    for (;;) {
-      // The lowest token that some rank's list still has.
-      constexpr std::uint32_t kNone = ~std::uint32_t{0};
-      std::uint32_t token = kNone;
-      for (std::size_t i = 0; i < ranks.size(); ++i) {
-        const auto& tokens = handle.tokens_to[static_cast<std::size_t>(ranks[i])];
-        if (next[i] < tokens.size()) token = std::min(token, tokens[next[i]]);
+  for (std::size_t t = 0; t * top_k < handle.places.size(); ++t) {
+    const auto token = static_cast<std::uint32_t>(t);
+    std::uint64_t ranks_seen = 0;
+    for (std::uint32_t k = 0; k < top_k; ++k) {
+      const std::int32_t place = handle.places[t * top_k + k];
+      if (place < 0) continue;
+      const int rank = problem_.places.owner(place);
+      const auto owner = static_cast<std::size_t>(rank);
+      SentTokens& sent = handle.sent_to[static_cast<std::size_t>(link_->via(rank))];
+      if (sent.tokens.empty() || sent.tokens.back().token != token) {
+        sent.tokens.push_back({token, static_cast<std::uint32_t>(sent.places.size()), 0});
       }
-      if (token == kNone) break;
-      list.tokens.push_back({token, static_cast<std::uint32_t>(list.places.size()),
-                             sums_ ? slots_on(host, handle, token) : 0});
-      for (std::size_t i = 0; i < ranks.size(); ++i) {
-        const auto& tokens = handle.tokens_to[static_cast<std::size_t>(ranks[i])];
-        if (next[i] < tokens.size() && tokens[next[i]] == token) {
-          list.places.push_back({ranks[i], next[i]++});
-        }
+      sent.tokens.back().slots |= std::uint32_t{1} << k;
+      if ((ranks_seen >> owner & 1) == 0) {
+        ranks_seen |= std::uint64_t{1} << owner;
+        sent.places.push_back({rank, handle.num_tokens_to[owner]++});
       }
+      handle.entries_to[owner][next[static_cast<std::size_t>(place)]++] = {
+          SlotEntry::pack(token, k), handle.num_tokens_to[owner] - 1,
+          handle.weights[t * top_k + k]};
     }
   }
 }
 
-std::uint32_t Engine::slots_on(int host, const Handle& handle, std::uint32_t token) const {
-  const auto top_k = static_cast<std::size_t>(spec().top_k);
-  std::uint32_t slots = 0;
-  for (std::size_t k = 0; k < top_k; ++k) {
-    const std::int32_t place = handle.places[token * top_k + k];
-    if (place < 0 || link_->host_of(problem_.places.owner(place)) != host) continue;
-    slots |= std::uint32_t{1} << k;
-  }
-  return slots;
-}
-
 void Engine::publish_counts(const Handle& handle) {
   begin({TraceKind::kCounts, TraceRole::kPass});
-  std::vector<std::uint32_t> counts(static_cast<std::size_t>(problem_.places.num_experts));
+  std::vector<std::uint64_t> counts(static_cast<std::size_t>(problem_.places.num_experts),
+                                    protocol::numbered(dispatch_.number, 0));
   for (const std::int32_t place : handle.places) {
     if (place >= 0) ++counts[static_cast<std::size_t>(place)];
   }
   for (int i = 0; i < num_ranks(); ++i) {
     const int to = peer(i);
     step(Step::kPublishCounts, to, dispatch_);
-    std::uint64_t* const row = heap_.counts(link_->heaps().base[to], dispatch_.number, rank());
-    const int num = problem_.places.count(to);
-    const std::uint32_t* const count = counts.data() + problem_.places.begin(to);
-    if (!link_->reaches(to)) {
-      std::vector<std::uint64_t> words;
-      for (int e = 0; e < num; ++e) {
-        words.push_back(protocol::numbered(dispatch_.number, count[e]));
-      }
-      const network::Target target = link_->target(to, row);
-      link_->words(network::Lane::kDispatch, dispatch_.of_all, link_->host_of(to), {&target, 1},
-                   words);
-      link_->flush(network::Lane::kDispatch, link_->host_of(to));
-    }
-    for (int e = 0; e < num && link_->reaches(to); ++e) {
-      // Release: what this rank read of the window before comes before others' next writes there.
-      protocol::store_release(row + e, protocol::numbered(dispatch_.number, count[e]));
-    }
-    if (to != rank()) stats_.signal_bytes += static_cast<std::uint64_t>(num) * sizeof(*row);
+    const auto num = static_cast<std::size_t>(problem_.places.count(to));
+    // Release: what this rank read of the window before comes before others' next writes there.
+    link_->to(to, Lane::kDispatch, dispatch_.of_all, [&](auto& verbs) {
+      verbs.target(to, heap_.counts(link_->heaps().base[to], dispatch_.number, rank()));
+      verbs.words({counts.data() + problem_.places.begin(to), num});
+    });
+    if (to != rank()) stats_.signal_bytes += num * sizeof(std::uint64_t);
   }
   protocol::note_progress(link_->heaps());
   end();
@@ -447,94 +406,57 @@ void Engine::put_token(const MatrixView& tokens, const Handle& handle, std::uint
 void Engine::send_tokens(const MatrixView& tokens, const Handle& handle, bool entries) {
   send_to_all(
       problem_.wire_bytes(),
-      [&](int to) {
-        return link_->reaches(to) ? handle.tokens_to[static_cast<std::size_t>(to)].size()
-                                  : handle.for_host[static_cast<std::size_t>(to)].tokens.size();
+      [&](int peer) { return handle.sent_to[static_cast<std::size_t>(peer)].tokens.size(); },
+      [&](int peer, std::size_t begin, std::size_t end) {
+        step(Step::kDispatch, peer, dispatch_);
+        link_->to(peer, Lane::kDispatch, dispatch_.of_all,
+                  [&](auto& to) { send_chunk(tokens, handle, peer, entries, begin, end, to); });
       },
-      [&](int to, std::size_t begin, std::size_t end) {
-        step(Step::kDispatch, to, dispatch_);
-        if (!link_->reaches(to)) {
-          return send_to_host(tokens, handle, to, entries, begin, end);
-        }
-        const auto& list = handle.entries_to[static_cast<std::size_t>(to)];
-        if (entries && begin == 0 && !list.empty()) {
-          std::memcpy(heap_.entries(link_->heaps().base[to], dispatch_.number, rank()), list.data(),
-                      list.size() * sizeof(ExchangeEntry));
-        }
-        const auto& sent = handle.tokens_to[static_cast<std::size_t>(to)];
-        for (std::size_t i = begin; i < end; ++i) {
-          put_token(tokens, handle, sent[i],
-                    heap_.pool(link_->heaps().base[to], dispatch_.number, rank(), i));
-        }
-      },
-      [&](int to) {
-        const std::uint64_t value = protocol::numbered(dispatch_.number, handle.layout);
-        if (link_->reaches(to)) {
-          step(Step::kArrived, to, dispatch_);
-          // Release: after the tokens and entries of all threads, which the last of them
-          // acquired.
-          protocol::store_release(heap_.arrived(link_->heaps().base[to], dispatch_.number, rank()),
-                                  value);
-          return;
-        }
-        // The gateway's tokens included those of all ranks of its host.
-        if (link_->via(to) != to) return;
-        for (const int r : link_->ranks_beside(to)) {
+      [&](int peer) {
+        for (const int r : link_->ranks_behind(peer)) {
           step(Step::kArrived, r, dispatch_);
-          raise(network::Lane::kDispatch, dispatch_, r,
-                heap_.arrived(link_->heaps().base[r], dispatch_.number, rank()), value);
+          // After the tokens and entries of all threads, which the last of them acquired.
+          link_->signal(Lane::kDispatch, dispatch_.of_all, r,
+                        heap_.arrived(link_->heaps().base[r], dispatch_.number, rank()),
+                        protocol::numbered(dispatch_.number, handle.layout));
         }
       });
 }
 
-void Engine::raise(network::Lane lane, const Call& call, int to, std::uint64_t* word,
-                   std::uint64_t value) const {
-  const network::Target target = link_->target(to, word);
-  link_->words(lane, call.of_all, link_->host_of(to), {&target, 1}, {&value, 1});
-  link_->flush(lane, link_->host_of(to));
-}
-
-void Engine::send_to_host(const MatrixView& tokens, const Handle& handle, int gateway, bool entries,
-                          std::size_t begin, std::size_t end) const {
-  constexpr auto kLane = network::Lane::kDispatch;
-  const int host = link_->host_of(gateway);
-  for (const int r : link_->ranks_beside(gateway)) {
-    const auto& list = handle.entries_to[static_cast<std::size_t>(r)];
-    if (!entries || begin != 0 || list.empty()) continue;
-    const network::Target target =
-        link_->target(r, heap_.entries(link_->heaps().base[r], dispatch_.number, rank()));
-    link_->copy(kLane, dispatch_.of_all, host, {&target, 1}, list.data(),
-                list.size() * sizeof(ExchangeEntry));
+template <typename To>
+void Engine::send_chunk(const MatrixView& tokens, const Handle& handle, int peer, bool entries,
+                        std::size_t begin, std::size_t end, To& to) const {
+  const protocol::Heaps& heaps = link_->heaps();
+  if (entries && begin == 0) {
+    for (const int r : link_->ranks_behind(peer)) {
+      const auto& list = handle.entries_to[static_cast<std::size_t>(r)];
+      if (list.empty()) continue;
+      to.target(r, heap_.entries(heaps.base[r], dispatch_.number, rank()));
+      to.put(list.data(), list.size() * sizeof(ExchangeEntry));
+    }
   }
-  const ForHost& list = handle.for_host[static_cast<std::size_t>(gateway)];
+  const SentTokens& sent = handle.sent_to[static_cast<std::size_t>(peer)];
   // The row has the layout of a pool: scales and attached bytes stand behind the codes, at their
   // offset.
   const std::size_t others = problem_.wire_bytes() - problem_.token_bytes();
-  std::vector<std::byte> row(others == 0 ? problem_.token_bytes() : heap_.scale_offset() + others);
-  std::vector<network::Target> targets;
+  const std::size_t row_bytes =
+      others == 0 ? problem_.token_bytes() : heap_.scale_offset() + others;
   for (std::size_t i = begin; i < end; ++i) {
     const std::size_t last =
-        i + 1 < list.tokens.size() ? list.tokens[i + 1].first_place : list.places.size();
-    targets.clear();
-    for (std::size_t p = list.tokens[i].first_place; p < last; ++p) {
-      const HostPlace& place = list.places[p];
-      targets.push_back(link_->target(
-          place.rank,
-          heap_.pool(link_->heaps().base[place.rank], dispatch_.number, rank(), place.position)));
+        i + 1 < sent.tokens.size() ? sent.tokens[i + 1].first_place : sent.places.size();
+    for (std::size_t p = sent.tokens[i].first_place; p < last; ++p) {
+      const SentPlace& place = sent.places[p];
+      to.target(place.rank,
+                heap_.pool(heaps.base[place.rank], dispatch_.number, rank(), place.position));
     }
-    put_token(tokens, handle, list.tokens[i].token, row.data());
-    link_->copy(kLane, dispatch_.of_all, host, targets, row.data(), row.size());
+    to.make(row_bytes,
+            [&](std::byte* row) { put_token(tokens, handle, sent.tokens[i].token, row); });
   }
-  if (!sums_ || !entries) return;
-  const RankLink::Collector collector = link_->collector_on(host);
-  std::uint32_t* const slots =
-      sums_.part(link_->heaps().base[collector.rank], collector.source, dispatch_.number & 1).slots;
-  std::vector<network::Store> stores;
+  if (!entries || !sums_per_host(peer)) return;
+  std::uint32_t* const slots = link_->sums_at(peer, dispatch_.number & 1).slots;
   for (std::size_t i = begin; i < end; ++i) {
-    stores.push_back(
-        link_->store(collector.rank, slots + list.tokens[i].token, list.tokens[i].slots));
+    to.store(peer, slots + sent.tokens[i].token, sent.tokens[i].slots);
   }
-  link_->stores(kLane, dispatch_.of_all, host, stores);
 }
 
 void Engine::dispatch_recv(const DispatchOutput& output, State& state) {
@@ -617,19 +539,8 @@ void Engine::await_counts(Handle& handle) {
         heap_.arrived(link_->heaps().mine(), dispatch_.number, source);
     auto& count = handle.count[static_cast<std::size_t>(source)];
     std::size_t e = 0;  // the first count that has not come
-    const TraceEvent event{TraceKind::kCounts,
-                           TraceRole::kPass,
-                           TraceWait::kCounts,
-                           0,
-                           0,
-                           0,
-                           0,
-                           0,
-                           -1,
-                           -1,
-                           -1,
-                           0,
-                           source};
+    TraceEvent event{TraceKind::kCounts, TraceRole::kPass, TraceWait::kCounts};
+    event.peer = source;
     wait(
         dispatch_,
         [&] {
@@ -690,10 +601,7 @@ void Engine::list_arrivals(Handle& handle, int source) const {
     }
   }
   if (sums_per_host(source)) {
-    const RankLink::Collector collector = link_->collector_of(source);
-    const std::uint32_t* const slots =
-        sums_.part(link_->heaps().base[collector.rank], collector.source, dispatch_.number & 1)
-            .slots;
+    const std::uint32_t* const slots = link_->sums_for(source, dispatch_.number & 1).slots;
     auto& of_arrivals = handle.host_slots[static_cast<std::size_t>(source)];
     for (const Arrival& arrival : arrivals) {
       of_arrivals.push_back(slots[SlotEntry::token(arrival.slot)]);
@@ -758,31 +666,26 @@ void Engine::combine_send(const CombineInput& input, State& state) {
   stats_.combine_bytes = 0;
   stats_.rows_returned = 0;
   host_rows_.store(0, std::memory_order_relaxed);
-  const auto in_place = [](std::byte* cell) { return cell; };
   send_to_all(
       problem_.result_bytes(),
       [&](int to) {
         return problem_.without_results ? 0 : handle.arrivals[static_cast<std::size_t>(to)].size();
       },
       [&](int to, std::size_t begin, std::size_t end) {
-        if (!link_->reaches(to)) {
-          return_to_host(input, handle, to, begin, end);
-        } else if (spec().pre_sum) {
-          return_sums(input, handle, to, begin, end, in_place, [](std::byte*) {});
-        } else {
-          return_rows(input, handle, to, begin, end, in_place, [](std::byte*) {});
-        }
+        link_->to(to, Lane::kCombine, combine_.of_all, [&](auto& verbs) {
+          if (sums_for(to)) {
+            return_sums(input, handle, to, begin, end, verbs);
+          } else {
+            return_rows(input, handle, to, begin, end, verbs);
+          }
+        });
       },
       [&](int to) {
         step(Step::kFinished, to, combine_);
-        if (!link_->reaches(to)) {
-          return raise(network::Lane::kCombine, combine_, to,
-                       heap_.returned(link_->heaps().base[to], combine_.number, rank()),
-                       protocol::numbered(combine_.number, 0));
-        }
-        // Release: after the cells of all threads, which the last of them acquired.
-        protocol::store_release(heap_.returned(link_->heaps().base[to], combine_.number, rank()),
-                                protocol::numbered(combine_.number, 0));
+        // After the cells of all threads, which the last of them acquired.
+        link_->signal(Lane::kCombine, combine_.of_all, to,
+                      heap_.returned(link_->heaps().base[to], combine_.number, rank()),
+                      protocol::numbered(combine_.number, 0));
       });
   stats_.combines = combine_.number;
   for (int r = 0; r < num_ranks(); ++r) {
@@ -805,125 +708,74 @@ void Engine::combine_send(const CombineInput& input, State& state) {
   stats_.combine_bytes = static_cast<std::uint64_t>(stats_.rows_returned) * problem_.result_bytes();
 }
 
-// Returns results to a rank of another host: makes them here, and then sends them to their cells.
-void Engine::return_to_host(const CombineInput& input, const Handle& handle, int to,
-                            std::size_t begin, std::size_t end) {
-  if (sums_) return return_sums_of_host(input, handle, to, begin, end);
-  std::vector<std::byte> result(problem_.result_bytes());
-  const auto send = [&](std::byte* cell) {
-    const network::Target target = link_->target(to, cell);
-    link_->copy(network::Lane::kCombine, combine_.of_all, link_->host_of(to), {&target, 1},
-                result.data(), result.size());
-  };
-  const auto here = [&](std::byte*) { return result.data(); };
-  if (spec().pre_sum) {
-    return_sums(input, handle, to, begin, end, here, send);
-  } else {
-    return_rows(input, handle, to, begin, end, here, send);
-  }
-}
-
-template <typename Place, typename Stored>
-void Engine::return_rows(const CombineInput& input, const Handle& handle, int to, std::size_t begin,
-                         std::size_t end, const Place& place, const Stored& stored) const {
-  const auto& arrivals = handle.arrivals[static_cast<std::size_t>(to)];
+template <typename To>
+void Engine::return_rows(const CombineInput& input, const Handle& handle, int source,
+                         std::size_t begin, std::size_t end, To& to) const {
+  const auto& arrivals = handle.arrivals[static_cast<std::size_t>(source)];
   for (std::size_t i = begin; i < end; ++i) {
     const Arrival& arrival = arrivals[i];
     const void* const row = input.rows.row(arrival.row);
-    std::byte* const cell = heap_.cell(link_->heaps().base[to], combine_.number,
-                                       SlotEntry::token(arrival.slot), SlotEntry::k(arrival.slot));
-    if (spec().weights == CombineWeights::kBySender) {
-      kernels().convert(row, spec().combine, place(cell), spec().combine, spec().hidden,
-                        arrival.weight);
-    } else {
-      std::memcpy(place(cell), row, problem_.result_bytes());
-    }
-    stored(cell);
+    to.target(source, heap_.cell(link_->heaps().base[source], combine_.number,
+                                 SlotEntry::token(arrival.slot), SlotEntry::k(arrival.slot)));
+    to.make(problem_.result_bytes(), [&](std::byte* result) {
+      if (spec().weights == CombineWeights::kBySender) {
+        kernels().convert(row, spec().combine, result, spec().combine, spec().hidden,
+                          arrival.weight);
+      } else {
+        std::memcpy(result, row, problem_.result_bytes());
+      }
+    });
   }
 }
 
-// Returns the sums of tokens whose first row stands in [begin, end) of the order by token.
-template <typename Place, typename Stored>
-void Engine::return_sums(const CombineInput& input, const Handle& handle, int to, std::size_t begin,
-                         std::size_t end, const Place& place, const Stored& stored) const {
-  const auto& arrivals = handle.arrivals[static_cast<std::size_t>(to)];
-  const auto& order = handle.by_token[static_cast<std::size_t>(to)];
-  const auto token_at = [&](std::size_t i) { return SlotEntry::token(arrivals[order[i]].slot); };
-  const void* rows[protocol::kMaxTopK];
-  float weights[protocol::kMaxTopK];
-  for (std::size_t i = begin; i < end; ++i) {
-    if (i > 0 && token_at(i) == token_at(i - 1)) continue;
-    int count = 0;
-    for (std::size_t j = i; j < order.size() && token_at(j) == token_at(i); ++j) {
-      const Arrival& arrival = arrivals[order[j]];
-      rows[count] = input.rows.row(arrival.row);
-      weights[count++] = weight_of_sent(arrival);
-    }
-    std::byte* const cell = heap_.cell(link_->heaps().base[to], combine_.number, token_at(i),
-                                       SlotEntry::k(arrivals[order[i]].slot));
-    kernels().combine(rows, weights, count, spec().combine, place(cell), spec().combine,
-                      spec().hidden, 1, false);
-    stored(cell);
+std::uint32_t Engine::rows_of_token(const CombineInput& input, const Handle& handle, int source,
+                                    std::size_t first, Summands& rows) const {
+  const auto& arrivals = handle.arrivals[static_cast<std::size_t>(source)];
+  const auto& order = handle.by_token[static_cast<std::size_t>(source)];
+  const std::uint32_t token = SlotEntry::token(arrivals[order[first]].slot);
+  std::uint32_t slots = 0;
+  for (std::size_t i = first; i < order.size(); ++i) {
+    const Arrival& arrival = arrivals[order[i]];
+    if (SlotEntry::token(arrival.slot) != token) break;
+    slots |= std::uint32_t{1} << SlotEntry::k(arrival.slot);
+    rows.add(input.rows.row(arrival.row),
+             spec().weights == CombineWeights::kBySender ? arrival.weight : 1.0f);
   }
+  return slots;
 }
 
-// Like return_sums(), but with the rows of this host's other ranks: the rank with a token's last
-// row sums them all.
-void Engine::return_sums_of_host(const CombineInput& input, const Handle& handle, int to,
-                                 std::size_t begin, std::size_t end) {
-  const auto& arrivals = handle.arrivals[static_cast<std::size_t>(to)];
-  const auto& order = handle.by_token[static_cast<std::size_t>(to)];
-  const auto& host_slots = handle.host_slots[static_cast<std::size_t>(to)];
+template <typename To>
+void Engine::return_sums(const CombineInput& input, const Handle& handle, int source,
+                         std::size_t begin, std::size_t end, To& to) {
+  const auto& arrivals = handle.arrivals[static_cast<std::size_t>(source)];
+  const auto& order = handle.by_token[static_cast<std::size_t>(source)];
   const auto token_at = [&](std::size_t i) { return SlotEntry::token(arrivals[order[i]].slot); };
-  const RankLink::Collector collector = link_->collector_of(to);
-  const protocol::HostSums::Part sums =
-      sums_.part(link_->heaps().base[collector.rank], collector.source, combine_.number & 1);
-  const auto slot_index = [&](std::uint32_t token, std::uint32_t k) {
-    return token * static_cast<std::size_t>(spec().top_k) + k;
-  };
-  const std::size_t row_bytes = problem_.result_bytes();
-  std::vector<std::byte> sum(row_bytes);
-  std::int64_t rows_sent = 0;
-  const void* rows[protocol::kMaxTopK];
-  float weights[protocol::kMaxTopK];
+  std::optional<HostSum> host;
+  if (sums_per_host(source)) {
+    host.emplace(link_->sums_for(source, combine_.number & 1), spec().top_k,
+                 problem_.result_bytes());
+  }
+  std::int64_t host_rows = 0;
   for (std::size_t i = begin; i < end; ++i) {
     if (i > 0 && token_at(i) == token_at(i - 1)) continue;
     const std::uint32_t token = token_at(i);
-    const std::uint32_t all = host_slots[order[i]];
-    std::uint32_t mine = 0;
-    int count = 0;
-    for (std::size_t j = i; j < order.size() && token_at(j) == token; ++j) {
-      const Arrival& arrival = arrivals[order[j]];
-      mine |= std::uint32_t{1} << SlotEntry::k(arrival.slot);
-      rows[count] = input.rows.row(arrival.row);
-      weights[count++] = weight_of_sent(arrival);
-    }
-    if (mine != all) {
-      int row = 0;
-      for (std::uint32_t left = mine; left != 0; left &= left - 1, ++row) {
-        const std::size_t s = slot_index(token, static_cast<std::uint32_t>(std::countr_zero(left)));
-        std::memcpy(sums.rows + s * row_bytes, rows[row], row_bytes);
-        sums.weights[s] = weights[row];
+    Summands rows;
+    std::uint32_t slots = rows_of_token(input, handle, source, i, rows);
+    if (host) {
+      const std::uint32_t all = handle.host_slots[static_cast<std::size_t>(source)][order[i]];
+      if (slots != all) {
+        host->store(token, slots, rows);
+        if (!link_->keeps_sums_for(source)) host_rows += rows.count;
+        if (!host->complete(token, slots, all, true, rows)) continue;
       }
-      if (collector.rank != rank()) rows_sent += count;
-      if (!sums.complete(token, mine, all)) continue;
-      count = 0;
-      for (std::uint32_t left = all; left != 0; left &= left - 1) {
-        const std::size_t s = slot_index(token, static_cast<std::uint32_t>(std::countr_zero(left)));
-        rows[count] = sums.rows + s * row_bytes;
-        weights[count++] = sums.weights[s];
-      }
+      slots = all;
+      ++host_rows;
     }
-    kernels().combine(rows, weights, count, spec().combine, sum.data(), spec().combine,
-                      spec().hidden, 1, false);
-    const std::byte* const cell = heap_.cell(link_->heaps().base[to], combine_.number, token,
-                                             static_cast<std::uint64_t>(std::countr_zero(all)));
-    const network::Target target = link_->target(to, cell);
-    link_->copy(network::Lane::kCombine, combine_.of_all, link_->host_of(to), {&target, 1},
-                sum.data(), sum.size());
-    ++rows_sent;
+    const auto first_k = static_cast<std::uint32_t>(std::countr_zero(slots));
+    to.target(source, heap_.cell(link_->heaps().base[source], combine_.number, token, first_k));
+    send_sum(to, rows, spec().combine, spec().hidden);
   }
-  host_rows_.fetch_add(rows_sent, std::memory_order_relaxed);
+  host_rows_.fetch_add(host_rows, std::memory_order_relaxed);
 }
 
 void Engine::combine_recv(const CombineOutput& output, State& state) {
@@ -1075,7 +927,7 @@ void Engine::await_host() {
     return protocol::load_acquire(&link_->heaps().control(r)->ended);
   };
   const std::uint64_t mine = ended(rank());
-  for (const int r : link_->ranks_beside(rank())) {
+  for (const int r : link_->ranks_beside()) {
     wait(
         dispatch_, [&] { return ended(r) >= mine; },
         [&] {

@@ -8,6 +8,7 @@
 #include <functional>
 #include <vector>
 
+#include "cpu/host_sum.h"
 #include "cpu/lazy_buffer.h"
 #include "cpu/rank_link.h"
 #include "model/mapped_weights.h"
@@ -43,7 +44,6 @@ struct LayerState {
   protocol::ExpertPartition places;  // the experts' places on ranks
   RankLink* link = nullptr;          // set before the first pass
   protocol::Heap heap;
-  protocol::HostSums sums;  // false unless results are summed per host
   int max_tokens = 0;
   protocol::TileShape tile;      // of routed experts
   DType compute = DType::kBF16;  // of operands; kF8E4M3: activations travel as codes and scales
@@ -67,11 +67,8 @@ struct LayerState {
     return heap.cells(heaps().base[rank]) +
            (token * static_cast<std::uint64_t>(cells_per_token()) + k) * cell_bytes();
   }
-  // Where the output for a slot of a token waits for its sum.
-  std::byte* summand(const protocol::HostSums::Part& part, std::uint64_t token,
-                     std::uint64_t k) const {
-    return part.rows + (token * static_cast<std::uint64_t>(spec.top_k) + k) * cell_bytes();
-  }
+  // The sums for tokens of a rank of another host.
+  HostSum sum_for(int source) const { return {link->sums_for(source), spec.top_k, cell_bytes()}; }
   int expert_of(int place) const {
     return expert_at.empty() ? place : expert_at[static_cast<std::size_t>(place)];
   }

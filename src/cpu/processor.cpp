@@ -10,6 +10,7 @@
 
 namespace switchyard::cpu {
 
+using network::Lane;
 using protocol::Task;
 using protocol::TaskKind;
 using Step = ProtocolStep::Kind;
@@ -110,138 +111,75 @@ void Processor::run(Pass& pass, const Task& task) {
 
 // A rank's own tokens and entries stay where they are: `peer` is another rank.
 void Processor::dispatch(Pass& pass, int peer, std::uint32_t chunk) {
-  if (!layer_.link->reaches(peer)) return dispatch_to_host(pass, peer, chunk);
+  layer_.step(Step::kDispatch, peer, pass.epoch);
+  layer_.link->to(peer, Lane::kDispatch, pass.epoch,
+                  [&](auto& to) { send_tokens(pass, peer, chunk, to); });
+}
+
+// A token crosses to another host once, for all ranks there that have an expert of it.
+template <typename To>
+void Processor::send_tokens(Pass& pass, int peer, std::uint32_t chunk, To& to) {
   const protocol::Heap& heap = layer_.heap;
-  std::byte* const target = layer_.heaps().base[peer];
-  const auto distance = static_cast<std::uint32_t>(
-      (layer_.link->rank() - peer + layer_.link->num_ranks()) % layer_.link->num_ranks());
-  const int first_expert = layer_.places.begin(peer);
   const std::vector<std::uint32_t>& tokens = pass.tokens_for[static_cast<std::size_t>(peer)];
   const std::size_t begin = std::size_t{chunk} * kDispatchChunk;
   const std::size_t end = std::min(begin + kDispatchChunk, tokens.size());
   const auto top_k = static_cast<std::size_t>(layer_.spec.top_k);
-  // Calls visit(slot's index, k, expert, the peer's number of the expert).
-  const auto for_each_slot = [&](std::uint32_t token, auto&& visit) {
-    for (std::size_t k = 0; k < top_k; ++k) {
-      const std::size_t s = token * top_k + k;
-      if (pass.slots[s].owner != peer) continue;
-      const std::int32_t expert = pass.ids[s];
-      visit(s, static_cast<std::uint32_t>(k), expert,
-            static_cast<std::uint32_t>(expert - first_expert));
-    }
-  };
-  layer_.step(Step::kDispatch, peer, pass.epoch);
-  for (std::size_t i = begin; i < end; ++i) {
-    const std::uint32_t token = tokens[i];
-    std::memcpy(heap.pool(target, distance, token), pass.wire_row(token), layer_.wire_bytes());
-    for_each_slot(token, [&](std::size_t s, std::uint32_t k, std::int32_t, std::uint32_t of_peer) {
-      const std::uint32_t position = pass.slots[s].position;
-      heap.entries(target, of_peer, distance)[position] = protocol::SlotEntry::pack(token, k);
-      if (layer_.spec.weight_on_input) {
-        heap.weights(target, of_peer, distance)[position] = pass.weights[s];
-      }
-    });
-  }
-  if (trace_ != nullptr) trace_->complete();
-  for (std::size_t i = begin; i < end; ++i) {
-    for_each_slot(tokens[i],
-                  [&](std::size_t, std::uint32_t, std::int32_t expert, std::uint32_t of_peer) {
-                    // The thread that sends an expert's last row signals for all: the counter is
-                    // acquire and release, so the others' writes happen before this rank's flag.
-                    std::uint32_t* const unsent = &pass.unsent[static_cast<std::size_t>(expert)];
-                    if (protocol::fetch_add(unsent, ~std::uint32_t{0}) != 1) return;
-                    layer_.step(Step::kArrived, peer, pass.epoch);
-                    if (trace_ != nullptr) {
-                      trace_->tell(TraceKind::kSend, peer, -1, layer_.expert_of(expert), 0);
-                    }
-                    protocol::store_release(heap.arrived(target, of_peer, distance),
-                                            protocol::flag_of(pass.epoch));
-                  });
-  }
-}
-
-// A token crosses once, for all ranks of the host that have an expert of it.
-void Processor::dispatch_to_host(Pass& pass, int gateway, std::uint32_t chunk) {
-  const protocol::Heap& heap = layer_.heap;
-  const protocol::Heaps& heaps = layer_.heaps();
-  const RankLink& remote = *layer_.link;
-  const int host = remote.host_of(gateway);
-  constexpr auto kLane = network::Lane::kDispatch;
-  const std::vector<std::uint32_t>& tokens = pass.tokens_for[static_cast<std::size_t>(gateway)];
-  const std::size_t begin = std::size_t{chunk} * kDispatchChunk;
-  const std::size_t end = std::min(begin + kDispatchChunk, tokens.size());
-  const auto top_k = static_cast<std::size_t>(layer_.spec.top_k);
-  const auto distance_from = [&](int owner) {
-    return static_cast<std::uint32_t>((heaps.rank - owner + heaps.size()) % heaps.size());
-  };
   // Calls visit(slot's index, k, expert, its owner, the owner's number of the expert).
   const auto for_each_slot = [&](std::uint32_t token, auto&& visit) {
     for (std::size_t k = 0; k < top_k; ++k) {
       const std::size_t s = token * top_k + k;
       const int owner = pass.slots[s].owner;
-      if (owner < 0 || remote.host_of(owner) != host) continue;
+      if (!to.takes(owner)) continue;
       const std::int32_t expert = pass.ids[s];
       visit(s, static_cast<std::uint32_t>(k), expert, owner,
-            static_cast<std::uint32_t>(expert - heaps.experts.begin(owner)));
+            static_cast<std::uint32_t>(expert - to.first_expert(owner)));
     }
   };
-  protocol::HostSums::Part sums{};
-  if (layer_.sums) {
-    const RankLink::Collector collector = remote.collector_on(host);
-    sums = layer_.sums.part(heaps.base[collector.rank], collector.source);
-  }
-  layer_.step(Step::kDispatch, gateway, pass.epoch);
+  const bool summed = layer_.link->way_back(peer) == RankLink::Return::kSummed;
+  const protocol::HostSums::Part sums =
+      summed ? layer_.link->sums_at(peer) : protocol::HostSums::Part{};
   for (std::size_t i = begin; i < end; ++i) {
     const std::uint32_t token = tokens[i];
-    std::uint64_t ranks_seen = 0;
-    std::uint32_t slots = 0;
-    targets_.clear();
-    stores_.clear();
+    [[maybe_unused]] std::uint32_t slots = 0;
     for_each_slot(token, [&](std::size_t s, std::uint32_t k, std::int32_t, int owner,
                              std::uint32_t of_owner) {
-      std::byte* const target = heaps.base[owner];
-      const std::uint32_t distance = distance_from(owner);
-      if ((ranks_seen >> owner & 1) == 0) {
-        ranks_seen |= std::uint64_t{1} << owner;
-        targets_.push_back(remote.target(owner, heap.pool(target, distance, token)));
-      }
+      std::byte* const base = layer_.heaps().base[owner];
+      const std::uint32_t distance = to.distance_from(owner);
       const std::uint32_t position = pass.slots[s].position;
-      slots |= std::uint32_t{1} << k;
-      stores_.push_back(remote.store(owner, heap.entries(target, of_owner, distance) + position,
-                                     protocol::SlotEntry::pack(token, k)));
+      to.target(owner, heap.pool(base, distance, token));
+      to.store(owner, heap.entries(base, of_owner, distance) + position,
+               protocol::SlotEntry::pack(token, k));
       if (layer_.spec.weight_on_input) {
-        stores_.push_back(remote.store(owner, heap.weights(target, of_owner, distance) + position,
-                                       std::bit_cast<std::uint32_t>(pass.weights[s])));
-      } else if (layer_.sums) {
-        stores_.push_back(
-            remote.store(gateway, sums.weights + s, std::bit_cast<std::uint32_t>(pass.weights[s])));
+        to.store(owner, heap.weights(base, of_owner, distance) + position, pass.weights[s]);
+      }
+      if constexpr (!To::kInPlace) {
+        slots |= std::uint32_t{1} << k;
+        if (summed && !layer_.spec.weight_on_input) {
+          to.store(peer, sums.weights + s, pass.weights[s]);
+        }
       }
     });
-    if (layer_.sums) stores_.push_back(remote.store(gateway, sums.slots + token, slots));
-    remote.copy(kLane, pass.epoch, host, targets_, pass.wire_row(token), layer_.wire_bytes());
-    remote.stores(kLane, pass.epoch, host, stores_);
+    if constexpr (!To::kInPlace) {
+      if (summed) to.store(peer, sums.slots + token, slots);
+    }
+    to.put(pass.wire_row(token), layer_.wire_bytes());
   }
   if (trace_ != nullptr) trace_->complete();
-  stores_.clear();
   for (std::size_t i = begin; i < end; ++i) {
     for_each_slot(tokens[i], [&](std::size_t, std::uint32_t, std::int32_t expert, int owner,
                                  std::uint32_t of_owner) {
-      // As in dispatch(), one thread signals for all. The others appended their records to the same
-      // lane before they counted, so this flag is raised behind their data.
+      // The thread that sends an expert's last row signals for all: the counter is acquire and
+      // release, so the others' writes, or records, come before this rank's flag.
       std::uint32_t* const unsent = &pass.unsent[static_cast<std::size_t>(expert)];
       if (protocol::fetch_add(unsent, ~std::uint32_t{0}) != 1) return;
       layer_.step(Step::kArrived, owner, pass.epoch);
       if (trace_ != nullptr) {
         trace_->tell(TraceKind::kSend, owner, -1, layer_.expert_of(expert), 0);
       }
-      stores_.push_back(
-          remote.store(owner, heap.arrived(heaps.base[owner], of_owner, distance_from(owner)),
-                       protocol::flag_of(pass.epoch)));
+      to.signal(owner, heap.arrived(layer_.heaps().base[owner], of_owner, to.distance_from(owner)),
+                protocol::flag_of(pass.epoch));
     });
   }
-  if (stores_.empty()) return;
-  remote.stores(kLane, pass.epoch, host, stores_);
-  remote.flush(kLane, host);
 }
 
 bool Processor::is_shared(const Pass& pass, const Tile& tile) const {
@@ -294,15 +232,16 @@ void Processor::unpack(const std::byte* from, float scale, std::byte* to) {
                to);
 }
 
-protocol::HostSums::Part Processor::sums_for(int source) const {
-  const RankLink::Collector collector = layer_.link->collector_of(source);
-  return layer_.sums.part(layer_.heaps().base[collector.rank], collector.source);
-}
-
 std::byte* Processor::result_address(const Pass& pass, const Tile& tile, std::uint32_t r,
                                      const Row& row) const {
-  if (layer_.link->reaches(row.source)) return layer_.cell(row.source, row.token, row.k);
-  if (layer_.sums) return layer_.summand(sums_for(row.source), row.token, row.k);
+  switch (layer_.link->way_back(row.source)) {
+    case RankLink::Return::kInPlace:
+      return layer_.cell(row.source, row.token, row.k);
+    case RankLink::Return::kSummed:
+      return layer_.sum_for(row.source).row(row.token, row.k);
+    case RankLink::Return::kSent:
+      break;
+  }
   return staged(pass, tile, r);
 }
 
@@ -397,11 +336,9 @@ void Processor::gemm2(Pass& pass, Tile& tile, std::uint32_t tile_index, std::uin
       protocol::store_release(&tile.finished, std::uint32_t{1});
       return;
     }
-    const bool reached = layer_.link->reaches(source);
     // Rows are sent before they are counted, so that the flag stands behind the rows of all tiles
     // in their lane.
-    if (!reached && layer_.sums) sum_for_host(pass, tile, source);
-    if (!reached && !layer_.sums) return_to_host(pass, tile, source);
+    if (layer_.link->way_back(source) != RankLink::Return::kInPlace) send_back(pass, tile, source);
     // As in dispatch(), the thread that finishes a source's last rows of the expert signals for all
     // tiles.
     std::uint32_t* const unfinished =
@@ -414,60 +351,38 @@ void Processor::gemm2(Pass& pass, Tile& tile, std::uint32_t tile_index, std::uin
     }
     std::uint32_t* const finished =
         layer_.heap.finished(layer_.heaps().base[source], static_cast<std::uint32_t>(tile.expert));
-    if (reached) {
-      protocol::store_release(finished, protocol::flag_of(pass.epoch));
-      return;
-    }
-    const network::Store flag = layer_.link->store(source, finished, protocol::flag_of(pass.epoch));
-    const int host = layer_.link->host_of(source);
-    layer_.link->stores(network::Lane::kCombine, pass.epoch, host, {&flag, 1});
-    layer_.link->flush(network::Lane::kCombine, host);
+    layer_.link->signal(Lane::kCombine, pass.epoch, source, finished,
+                        protocol::flag_of(pass.epoch));
   });
   protocol::store_release(&tile.returned, std::uint32_t{1});
 }
 
-void Processor::return_to_host(const Pass& pass, const Tile& tile, int source) {
-  const RankLink& remote = *layer_.link;
-  const int host = remote.host_of(source);
-  constexpr auto kLane = network::Lane::kCombine;
+void Processor::send_back(Pass& pass, const Tile& tile, int source) {
+  const bool summed = layer_.link->way_back(source) == RankLink::Return::kSummed;
   // Other sources' rows are not looked at: a source that has all its rows may be a pass further,
   // and its entries are then no longer this pass's.
   const RowRange rows = rows_of_source(pass, tile, source);
-  for (std::uint32_t r = rows.begin; r < rows.end; ++r) {
-    const Row row = row_of(layer_, pass, tile, r);
-    const network::Target cell = remote.target(source, layer_.cell(source, row.token, row.k));
-    remote.copy(kLane, pass.epoch, host, {&cell, 1}, staged(pass, tile, r), layer_.cell_bytes());
-  }
-}
-
-void Processor::sum_for_host(Pass& pass, const Tile& tile, int source) {
-  const RankLink& remote = *layer_.link;
-  const int host = remote.host_of(source);
-  const protocol::HostSums::Part sums = sums_for(source);
-  const void* rows[protocol::kMaxTopK];
-  float weights[protocol::kMaxTopK];
-  const RowRange range = rows_of_source(pass, tile, source);
-  for (std::uint32_t r = range.begin; r < range.end; ++r) {
-    const Row row = row_of(layer_, pass, tile, r);
-    const std::uint32_t slots = sums.slots[row.token];
-    if (!sums.complete(row.token, std::uint32_t{1} << row.k, slots)) continue;
-    int count = 0;
-    for (std::uint32_t left = slots; left != 0; left &= left - 1) {
-      const auto k = static_cast<std::uint32_t>(std::countr_zero(left));
-      rows[count] = layer_.summand(sums, row.token, k);
-      weights[count++] =
-          layer_.spec.weight_on_input
-              ? 1.0f
-              : sums.weights[row.token * static_cast<std::size_t>(layer_.spec.top_k) + k];
+  layer_.link->to(source, Lane::kCombine, pass.epoch, [&](auto& to) {
+    for (std::uint32_t r = rows.begin; r < rows.end; ++r) {
+      const Row row = row_of(layer_, pass, tile, r);
+      if (!summed) {
+        to.target(source, layer_.cell(source, row.token, row.k));
+        to.put(staged(pass, tile, r), layer_.cell_bytes());
+        continue;
+      }
+      const HostSum sum = layer_.sum_for(source);
+      const std::uint32_t slots = sum.slots(row.token);
+      Summands summands;
+      if (!sum.complete(row.token, std::uint32_t{1} << row.k, slots, !layer_.spec.weight_on_input,
+                        summands)) {
+        continue;
+      }
+      const auto first_k = static_cast<std::uint32_t>(std::countr_zero(slots));
+      to.target(source, layer_.cell(source, row.token, first_k));
+      send_sum(to, summands, layer_.value, layer_.spec.hidden);
+      std::atomic_ref(pass.sums_sent).fetch_add(1, std::memory_order_relaxed);
     }
-    sum_.resize(layer_.cell_bytes());
-    kernels_.combine(rows, weights, count, layer_.value, sum_.data(), layer_.value,
-                     layer_.spec.hidden, 1, false);
-    const auto first_k = static_cast<std::uint32_t>(std::countr_zero(slots));
-    const network::Target cell = remote.target(source, layer_.cell(source, row.token, first_k));
-    remote.copy(network::Lane::kCombine, pass.epoch, host, {&cell, 1}, sum_.data(), sum_.size());
-    std::atomic_ref(pass.sums_sent).fetch_add(1, std::memory_order_relaxed);
-  }
+  });
 }
 
 void Processor::combine(Pass& pass, std::uint32_t chunk) {
@@ -479,7 +394,7 @@ void Processor::combine(Pass& pass, std::uint32_t chunk) {
   float weights[protocol::kMaxTopK + 1];
   for (std::int64_t token = begin; token < end; ++token) {
     int count = 0;
-    std::uint64_t hosts_seen = 0;
+    std::uint64_t gateways_seen = 0;
     const auto add = [&](int k, float weight) {
       cells[count] = layer_.cell(layer_.link->rank(), static_cast<std::uint64_t>(token),
                                  static_cast<std::uint64_t>(k));
@@ -489,11 +404,11 @@ void Processor::combine(Pass& pass, std::uint32_t chunk) {
       const auto s = static_cast<std::size_t>(token * spec.top_k + k);
       const int owner = pass.slots[s].owner;
       if (owner < 0) continue;
-      if (layer_.sums && !layer_.link->reaches(owner)) {
+      if (layer_.link->way_back(owner) == RankLink::Return::kSummed) {
         // The host's sum, which has its weights, is in the cell of the first of its slots.
-        const std::uint64_t host = std::uint64_t{1} << layer_.link->host_of(owner);
-        if ((hosts_seen & host) == 0) add(k, 1.0f);
-        hosts_seen |= host;
+        const std::uint64_t gateway = std::uint64_t{1} << layer_.link->via(owner);
+        if ((gateways_seen & gateway) == 0) add(k, 1.0f);
+        gateways_seen |= gateway;
         continue;
       }
       add(k, spec.weight_on_input ? 1.0f : pass.weights[s]);

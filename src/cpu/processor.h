@@ -34,13 +34,13 @@ class Processor {
  private:
   void multiply_gate(const Pass& pass, std::int64_t begin, int n);
   void dispatch(Pass& pass, int peer, std::uint32_t chunk);
-  void dispatch_to_host(Pass& pass, int gateway, std::uint32_t chunk);
+  template <typename To>
+  void send_tokens(Pass& pass, int peer, std::uint32_t chunk, To& to);
   void gemm1(Pass& pass, Tile& tile, std::uint32_t tile_index, std::uint32_t block);
   void gemm2(Pass& pass, Tile& tile, std::uint32_t tile_index, std::uint32_t block);
-  void return_to_host(const Pass& pass, const Tile& tile, int source);
-  // Marks the tile's rows of the source as there, and sends the sums of tokens of which they are
-  // this host's last.
-  void sum_for_host(Pass& pass, const Tile& tile, int source);
+  // Sends the tile's rows to their source on another host; or marks them as there, and sends the
+  // sums of tokens of which they are this host's last.
+  void send_back(Pass& pass, const Tile& tile, int source);
   void combine(Pass& pass, std::uint32_t chunk);
 
   bool is_shared(const Pass& pass, const Tile& tile) const;
@@ -54,8 +54,6 @@ class Processor {
     return intermediate(pass, tile) + pass.staging_offset + row * layer_.cell_bytes();
   }
 
-  // Where the layer keeps the sums for tokens of a rank of another host.
-  protocol::HostSums::Part sums_for(int source) const;
   // Where GEMM2 puts row `r` of the tile.
   std::byte* result_address(const Pass& pass, const Tile& tile, std::uint32_t r,
                             const Row& row) const;
@@ -70,9 +68,6 @@ class Processor {
   std::vector<std::byte> gathered_;    // one tile of activations, [padded][H] in the GEMM's type
   std::vector<std::uint16_t> h_;       // a block of h that is to be quantised
   std::vector<void*> row_addresses_;
-  std::vector<network::Target> targets_;
-  std::vector<network::Store> stores_;
-  std::vector<std::byte> sum_;  // a token's, for another host
   std::uint64_t gathered_epoch_ = 0;
   std::uint32_t gathered_tile_ = 0;
 };

@@ -11,11 +11,12 @@ using protocol::Missing;
 using protocol::Phase;
 
 RankLink::RankLink(const World& world, std::shared_ptr<const SymmetricSegment> segment,
-                   const protocol::ExpertPartition& experts, std::chrono::nanoseconds deadline,
-                   const char* what)
+                   const protocol::ExpertPartition& experts, const protocol::HostSums& sums,
+                   std::chrono::nanoseconds deadline, const char* what)
     : world_(world),
       segment_(std::move(segment)),
       remote_(segment_->remote()),
+      sums_(sums),
       deadline_ns_(static_cast<std::uint64_t>(deadline.count())),
       what_(what) {
   heaps_.experts = experts;
@@ -23,7 +24,9 @@ RankLink::RankLink(const World& world, std::shared_ptr<const SymmetricSegment> s
   if (remote_ != nullptr) heaps_.arbiter = remote_->arbiter();
   for (int r = 0; r < num_ranks(); ++r) {
     heaps_.base[r] = segment_->base(r);
-    if (remote_ == nullptr || remote_->reaches(r)) mapped_ |= std::uint64_t{1} << r;
+    const bool mapped = remote_ == nullptr || remote_->reaches(r);
+    if (mapped) mapped_ |= std::uint64_t{1} << r;
+    via_[static_cast<std::size_t>(r)] = mapped ? r : remote_->gateway_to(r);
   }
   abort_hook_.emplace(world_.fabric(), [heaps = heaps_] {
     const std::uint64_t word = protocol::kCalledOff | static_cast<std::uint64_t>(heaps.rank + 1);

@@ -1,12 +1,17 @@
 // One rank's link to the others, for both engines of the CPU: all ranks' heaps, this rank's
-// threads, how they wait and how they end the world, and how they send to ranks of other hosts,
-// where a store would do on one host.
+// threads, how they wait and how they end the world, and how they write to another rank.
+//
+// A rank of this host is written to by stores into its heap. To a rank of another host this one
+// sends records (network/records.h), which that host's proxies store. Only this file knows which of
+// both it is.
 #pragma once
 
 #include <array>
+#include <bit>
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <exception>
 #include <functional>
 #include <memory>
@@ -21,6 +26,8 @@
 #include "fabric/fabric.h"
 #include "network/proxy.h"
 #include "network/records.h"
+#include "protocol/atomics.h"
+#include "protocol/host_sums.h"
 #include "protocol/wait.h"
 #include "switchyard/trace.h"
 #include "switchyard/world.h"
@@ -31,9 +38,10 @@ namespace switchyard::cpu {
 class RankLink {
  public:
   // `what` uses the heaps: a "layer" or an "exchange". From here on World::abort() ends its calls.
+  // `sums`: see below.
   RankLink(const World& world, std::shared_ptr<const SymmetricSegment> segment,
-           const protocol::ExpertPartition& experts, std::chrono::nanoseconds deadline,
-           const char* what);
+           const protocol::ExpertPartition& experts, const protocol::HostSums& sums,
+           std::chrono::nanoseconds deadline, const char* what);
   RankLink(const RankLink&) = delete;
   RankLink& operator=(const RankLink&) = delete;
 
@@ -42,6 +50,12 @@ class RankLink {
   int num_ranks() const { return heaps_.size(); }
   // The i-th rank in the order in which this one sends: itself first, then the next.
   int peer(int i) const { return (rank() + i) % num_ranks(); }
+  // The distance (protocol/heap.h) of this rank from another one.
+  std::uint32_t distance_from(int other) const {
+    const int distance = rank() - other;
+    return static_cast<std::uint32_t>(distance < 0 ? distance + num_ranks() : distance);
+  }
+  int first_expert(int of) const { return heaps_.experts.begin(of); }
 
   // ------------------------------------------------------------------------------------- threads
 
@@ -97,57 +111,71 @@ class RankLink {
 
   // ------------------------------------------------------------------------------ reaching ranks
 
+  // Verbs that write to one rank whose heap is mapped here.
+  class ByStore;
+  // The same verbs towards another host, to any of its ranks.
+  class ByRecord;
+
+  // Calls body(to) with one of the two, for what this rank writes to `peer`. So a body asks once
+  // how `peer` is reached, however many rows it writes. The records of calls with the same host and
+  // lane are stored there in the order in which they were sent. They are of call number `epoch`,
+  // and wait while the window is full; if the call is given up meanwhile, they return early, which
+  // the caller sees for itself.
+  template <typename Body>
+  void to(int peer, network::Lane lane, std::uint64_t epoch, Body&& body) const;
+  // Raises a flag of a rank behind all that this thread wrote to it in the lane.
+  template <typename Word>
+  void signal(network::Lane lane, std::uint64_t epoch, int rank, Word* flag, Word value) const;
+
   // True if some ranks are on other hosts.
   bool spans_hosts() const { return remote_ != nullptr; }
-  // True if the rank's heap is mapped here, so that a plain store reaches it.
-  bool reaches(int rank) const { return (mapped_ >> rank & 1) != 0; }
-  // The rank to which dispatch sends what a rank gets: itself, or the one that takes everything for
+  // The rank to which this one sends what `rank` gets: itself, or the one that takes everything for
   // its host.
-  int via(int rank) const { return reaches(rank) ? rank : remote_->gateway_to(rank); }
-  int host_of(int rank) const { return remote_->hosts().host_of(rank); }
-  std::span<const int> ranks_beside(int rank) const {
-    return remote_->hosts().ranks_of(host_of(rank));
+  int via(int rank) const { return via_[static_cast<std::size_t>(rank)]; }
+  // The ranks that get what is sent to `peer`: itself, or all ranks of another host if it takes
+  // what this rank sends there, or none if another rank does.
+  std::span<const int> ranks_behind(int peer) const {
+    if (reaches(peer)) return {&via_[static_cast<std::size_t>(peer)], 1};
+    if (via(peer) != peer) return {};
+    return remote_->hosts().ranks_of(host_of(peer));
   }
+  // All ranks of this rank's host, where some are on others.
+  std::span<const int> ranks_beside() const { return remote_->hosts().ranks_of(host_of(rank())); }
 
-  // The rank whose heap has the sums (protocol/host_sums.h) for another rank, and which part of it.
-  struct Collector {
-    int rank;
-    int source;
+  // How a rank gets the results for its tokens.
+  enum class Return : std::uint8_t {
+    kInPlace,  // they are stored into its cells
+    kSummed,   // this host's ranks sum them (protocol/host_sums.h), and send the sum
+    kSent      // each is made here, and then sent
   };
-  // The collector for tokens of a rank of another host, which this rank's host sums.
-  Collector collector_of(int source) const { return collector(source, host_of(rank())); }
-  // The collector on another host for this rank's own tokens.
-  Collector collector_on(int host) const { return collector(rank(), host); }
-
-  // A place in the heap of a rank that this one does not reach.
-  network::Target target(int rank, const void* address) const {
-    return {offset(rank, address), rank, 0};
+  Return way_back(int rank) const {
+    if (reaches(rank)) return Return::kInPlace;
+    return sums_ ? Return::kSummed : Return::kSent;
   }
-  network::Store store(int rank, const void* address, std::uint32_t value) const {
-    return {offset(rank, address), rank, value};
+  // False unless results are summed per host.
+  const protocol::HostSums& sums() const { return sums_; }
+  // The sums for tokens of `source`, of another host, which this host's ranks keep.
+  protocol::HostSums::Part sums_for(int source, std::uint64_t window = 0) const {
+    return part(source, host_of(rank()), window);
   }
-
-  // The following wait while the window is full, and return early if the pass was given up, which
-  // the caller sees for itself. All targets are on `host`. Records of a lane are stored in the
-  // order in which they were sent.
-  void copy(network::Lane lane, std::uint64_t epoch, int host,
-            std::span<const network::Target> targets, const void* from, std::size_t bytes) const {
-    send(lane, epoch, host, network::RecordKind::kCopy, targets, from, bytes);
+  // The sums for this rank's own tokens on the host of `gateway`, which keeps them.
+  protocol::HostSums::Part sums_at(int gateway, std::uint64_t window = 0) const {
+    return part(rank(), host_of(gateway), window);
   }
-  void words(network::Lane lane, std::uint64_t epoch, int host,
-             std::span<const network::Target> targets, std::span<const std::uint64_t> words) const {
-    send(lane, epoch, host, network::RecordKind::kWords, targets, words.data(), words.size_bytes());
+  // True if the sums for tokens of a rank of another host are in this rank's heap.
+  bool keeps_sums_for(int source) const {
+    return way_back(source) == Return::kSummed &&
+           remote_->hosts().gateway(source, host_of(rank())) == rank();
   }
-  void stores(network::Lane lane, std::uint64_t epoch, int host,
-              std::span<const network::Store> stores) const {
-    send(lane, epoch, host, network::RecordKind::kStores, {}, stores.data(), stores.size_bytes());
-  }
-  void flush(network::Lane lane, int host) const { remote_->flush(lane, host); }
 
  private:
-  Collector collector(int source, int host) const {
+  // True if the rank's heap is mapped here, so that a plain store reaches it.
+  bool reaches(int rank) const { return (mapped_ >> rank & 1) != 0; }
+  int host_of(int rank) const { return remote_->hosts().host_of(rank); }
+  protocol::HostSums::Part part(int source, int host, std::uint64_t window) const {
     const network::Hosts& hosts = remote_->hosts();
-    return {hosts.gateway(source, host), hosts.source_index(source, host)};
+    return sums_.part(heaps_.base[hosts.gateway(source, host)], hosts.source_index(source, host),
+                      window);
   }
   std::uint64_t offset(int rank, const void* address) const {
     return static_cast<std::uint64_t>(static_cast<const std::byte*>(address) - heaps_.base[rank]);
@@ -162,6 +190,8 @@ class RankLink {
   protocol::Heaps heaps_;
   network::RemoteHeap* remote_ = nullptr;  // null where all ranks are on this host
   std::uint64_t mapped_ = 0;               // a bit for each rank whose heap is mapped here
+  std::array<int, protocol::kMaxRanks> via_{};
+  protocol::HostSums sums_;
   std::uint64_t deadline_ns_;
   const char* what_;
   std::size_t trace_bytes_ = 0;
@@ -171,5 +201,150 @@ class RankLink {
   std::exception_ptr exception_;
   std::optional<Fabric::AbortHook> abort_hook_;  // last: it uses the heap
 };
+
+class RankLink::ByStore {
+ public:
+  // Rows are made where their ranks read them: nothing else is to be sent.
+  static constexpr bool kInPlace = true;
+
+  ByStore(const RankLink& link, int peer)
+      : peer_(peer), distance_(link.distance_from(peer)), first_expert_(link.first_expert(peer)) {}
+
+  // True for a rank that these verbs write to; -1 is none.
+  bool takes(int rank) const { return rank == peer_; }
+  // The distance (protocol/heap.h) of this rank from one that they write to, and its first expert.
+  std::uint32_t distance_from(int) const { return distance_; }
+  int first_expert(int) const { return first_expert_; }
+
+  // Adds a rank that gets what the next of put(), make() and words() writes, and where.
+  void target(int, void* address) { target_ = address; }
+  // Copies a row.
+  void put(const void* from, std::size_t bytes) const { std::memcpy(target_, from, bytes); }
+  // The same for a row of so many bytes that make(address) writes.
+  template <typename Make>
+  void make(std::size_t, Make&& make) const {
+    make(static_cast<std::byte*>(target_));
+  }
+  // Writes words of which each is a flag by itself.
+  void words(std::span<const std::uint64_t> words) const {
+    auto* to = static_cast<std::uint64_t*>(target_);
+    for (const std::uint64_t word : words) protocol::store_release(to++, word);
+  }
+  // Writes a word of 32 bits of a rank.
+  template <typename Word>
+  void store(int, Word* address, Word value) const {
+    *address = value;
+  }
+  // Raises a flag of a rank. Release: behind all that this thread wrote to it, or acquired of what
+  // others wrote.
+  template <typename Word>
+  void signal(int, Word* flag, Word value) const {
+    protocol::store_release(flag, value);
+  }
+
+ private:
+  int peer_;
+  std::uint32_t distance_;
+  int first_expert_;
+  void* target_ = nullptr;
+};
+
+// Every verb appends a record to the host's lane, and the other proxy stores records in their order
+// (network/records.h), each flag with release. So a flag is raised behind all that this thread
+// appended, and behind all that others had appended when it acquired their counts.
+class RankLink::ByRecord {
+ public:
+  static constexpr bool kInPlace = false;
+
+  ByRecord(const RankLink& link, int peer, network::Lane lane, std::uint64_t epoch)
+      : link_(link), host_(link.host_of(peer)), lane_(lane), epoch_(epoch) {}
+
+  bool takes(int rank) const { return rank >= 0 && link_.host_of(rank) == host_; }
+  std::uint32_t distance_from(int rank) const { return link_.distance_from(rank); }
+  int first_expert(int rank) const { return link_.first_expert(rank); }
+
+  // A row crosses once for all its targets. A rank's first one counts.
+  void target(int rank, const void* address) {
+    if ((ranks_ >> rank & 1) != 0) return;
+    ranks_ |= std::uint64_t{1} << rank;
+    targets_.push_back({link_.offset(rank, address), rank, 0});
+  }
+  void put(const void* from, std::size_t bytes) {
+    send(network::RecordKind::kCopy, from, bytes);
+    send_stores();
+  }
+  template <typename Make>
+  void make(std::size_t bytes, Make&& make) {
+    row_.resize(bytes);
+    make(row_.data());
+    put(row_.data(), bytes);
+  }
+  void words(std::span<const std::uint64_t> words) {
+    send_stores();
+    send(network::RecordKind::kWords, words.data(), words.size_bytes());
+    flushes_ = true;
+  }
+  // Stores follow the next row, or are sent when the body returns.
+  template <typename Word>
+  void store(int rank, const Word* address, Word value) {
+    static_assert(sizeof(Word) == sizeof(std::uint32_t));
+    stores_.push_back({link_.offset(rank, address), rank, std::bit_cast<std::uint32_t>(value)});
+  }
+  // Flags leave when the body returns, and what was appended before leaves with them.
+  void signal(int rank, const std::uint32_t* flag, std::uint32_t value) {
+    store(rank, flag, value);
+    flushes_ = true;
+  }
+  void signal(int rank, const std::uint64_t* flag, std::uint64_t value) {
+    target(rank, flag);
+    words({&value, 1});
+  }
+
+ private:
+  friend class RankLink;
+  void send(network::RecordKind kind, const void* from, std::size_t bytes) {
+    link_.send(lane_, epoch_, host_, kind, targets_, from, bytes);
+    targets_.clear();
+    ranks_ = 0;
+  }
+  void send_stores() {
+    if (stores_.empty()) return;
+    link_.send(lane_, epoch_, host_, network::RecordKind::kStores, {}, stores_.data(),
+               stores_.size() * sizeof(network::Store));
+    stores_.clear();
+  }
+  void finish() {
+    send_stores();
+    if (flushes_) link_.remote_->flush(lane_, host_);
+  }
+
+  const RankLink& link_;
+  const int host_;
+  const network::Lane lane_;
+  const std::uint64_t epoch_;
+  std::uint64_t ranks_ = 0;  // a bit for each target's
+  std::vector<network::Target> targets_;
+  std::vector<network::Store> stores_;
+  std::vector<std::byte> row_;
+  bool flushes_ = false;
+};
+
+template <typename Body>
+void RankLink::to(int peer, network::Lane lane, std::uint64_t epoch, Body&& body) const {
+  if (reaches(peer)) {
+    ByStore to(*this, peer);
+    body(to);
+    return;
+  }
+  ByRecord to(*this, peer, lane, epoch);
+  body(to);
+  to.finish();
+}
+
+template <typename Word>
+void RankLink::signal(network::Lane lane, std::uint64_t epoch, int rank, Word* flag,
+                      Word value) const {
+  to(rank, lane, epoch, [&](auto& to) { to.signal(rank, flag, value); });
+}
 
 }  // namespace switchyard::cpu
