@@ -102,10 +102,7 @@ MemoryNeeds needs_of(const LayerState& layer, int threads, const network::Hosts*
   needs.converted = max_tokens * layer.cell_bytes();
   if (layer.quantised()) needs.quantised = max_tokens * protocol::Heap::bytes_of_token(shape);
   if (sums) {
-    needs.sums.num_sources = hosts->max_sources();
-    needs.sums.max_tokens = max_tokens;
-    needs.sums.max_slots = max_tokens * static_cast<std::uint64_t>(layer.spec.top_k);
-    needs.sums.rows_bytes = needs.sums.max_slots * layer.cell_bytes();
+    needs.sums = host_sums_shape(*hosts, 1, layer.max_tokens, layer.spec.top_k, layer.cell_bytes());
   }
   needs.intermediate = static_cast<std::size_t>(intermediate_slots(threads)) *
                        intermediate_slot_bytes(layer, hosts != nullptr && !sums);
@@ -172,12 +169,6 @@ void require_no_stream(const void* stream) {
   if (stream == nullptr) return;
   throw Error(ErrorCode::kInvalidArgument,
               "a stream is given, but the layer's backend is cpu; leave it null");
-}
-
-// Null in a world of one host.
-const network::Hosts* hosts_of(const World& world) {
-  const network::Proxy* const proxy = world.fabric().proxy();
-  return proxy == nullptr ? nullptr : &proxy->hosts();
 }
 
 class Engine final : public LayerEngine {

@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "base/convert.h"
+#include "cpu/exchange_handle.h"
 #include "cpu/host_sum.h"
 #include "cpu/kernels.h"
 #include "cpu/lazy_buffer.h"
@@ -39,55 +40,6 @@ constexpr std::size_t kChunk = 32;
 // One thread sends this little before other threads are awake.
 constexpr std::size_t kAloneBytes = 256 << 10;
 constexpr std::size_t kMostTraceEvents = 1 << 14;
-
-// A token that this rank sends to a rank, or once to all ranks of a host.
-struct SentToken {
-  std::uint32_t token = 0;
-  std::uint32_t first_place = 0;  // in its list; the next token's is behind the last
-  std::uint32_t slots = 0;        // a bit for each k whose expert is there
-};
-// A destination of such a token: a position in a rank's pool.
-struct SentPlace {
-  int rank = 0;
-  std::uint32_t position = 0;
-};
-struct SentTokens {
-  std::vector<SentToken> tokens;
-  std::vector<SentPlace> places;
-};
-
-// A row that this rank received.
-struct Arrival {
-  std::uint32_t row;       // in the layout
-  std::uint32_t packed;    // in packed order
-  std::uint32_t position;  // of its token in the source's pool
-  std::uint32_t slot;      // of the source
-  float weight;
-};
-
-class Handle final : public ExchangeHandle::State {
- public:
-  // The number of the dispatch that made the contents. Parts of it travel with flags, so that ranks
-  // notice if they reuse different dispatches.
-  std::uint64_t layout = 0;
-  // This rank's tokens.
-  std::vector<std::int32_t> places;          // [T, K]: the place of each slot, or -1
-  std::vector<float> weights;                // [T, K]
-  std::vector<std::uint32_t> num_tokens_to;  // [ranks]: the tokens that each rank gets
-  std::vector<std::vector<ExchangeEntry>> entries_to;
-  std::vector<SentTokens> sent_to;  // [ranks]: of another host's ranks, all stand with its gateway
-  // Rows that this rank received.
-  bool planned = false;
-  std::vector<std::int64_t> ends;                 // [own experts]
-  std::vector<std::vector<std::uint32_t>> count;  // [ranks][own experts]
-  std::vector<std::vector<Arrival>> arrivals;     // [ranks], in the order of the source's entries
-  // [ranks], where rows are summed: arrivals by slot.
-  std::vector<std::vector<std::uint32_t>> by_token;
-  // [ranks], where this host sums: for each arrival the slots of its token on this host.
-  std::vector<std::vector<std::uint32_t>> host_slots;
-  std::int64_t layout_rows = 0;  // that the layout has
-  std::int64_t end_of_rows = 0;  // one behind the last row of an expert
-};
 
 void require_no_stream(const void* stream) {
   if (stream == nullptr) return;
@@ -136,41 +88,37 @@ class Engine final : public ExchangeEngine {
     if (options_.on_step) options_.on_step({kind, rank(), peer, call.of_all});
   }
 
-  void list_slots(Handle& handle) const;
-  void publish_counts(const Handle& handle);
+  void publish_counts(const DispatchHandle& handle);
   void prepare_tokens(const MatrixView& tokens);
   const std::byte* prepared(std::uint32_t token) const {
     return quantised_.data() + token * prepared_bytes();
   }
   std::size_t prepared_bytes() const { return problem_.wire_bytes(); }
-  void send_tokens(const MatrixView& tokens, const Handle& handle, bool entries);
+  void send_tokens(const MatrixView& tokens, const DispatchHandle& handle, bool entries);
   template <typename To>
-  void send_chunk(const MatrixView& tokens, const Handle& handle, int peer, bool entries,
+  void send_chunk(const MatrixView& tokens, const DispatchHandle& handle, int peer, bool entries,
                   std::size_t begin, std::size_t end, To& to) const;
-  void put_token(const MatrixView& tokens, const Handle& handle, std::uint32_t token,
+  void put_token(const MatrixView& tokens, const DispatchHandle& handle, std::uint32_t token,
                  std::byte* to) const;
-  void plan(Handle& handle);
-  void await_counts(Handle& handle);
-  void list_arrivals(Handle& handle, int source) const;
+  void plan(DispatchHandle& handle);
+  void await_counts(DispatchHandle& handle);
   void await_arrived(int source, std::uint64_t layout);
-  void put_rows(const DispatchOutput& output, const Handle& handle, int source);
+  void put_rows(const DispatchOutput& output, const DispatchHandle& handle, int source);
   template <typename To>
-  void return_rows(const CombineInput& input, const Handle& handle, int source, std::size_t begin,
-                   std::size_t end, To& to) const;
+  void return_rows(const CombineInput& input, const DispatchHandle& handle, int source,
+                   std::size_t begin, std::size_t end, To& to) const;
   // Returns the sums of tokens whose first row stands in [begin, end) of the order by token. Where
   // this host sums, the rank with a token's last row sums those of all its ranks.
   template <typename To>
-  void return_sums(const CombineInput& input, const Handle& handle, int source, std::size_t begin,
-                   std::size_t end, To& to);
+  void return_sums(const CombineInput& input, const DispatchHandle& handle, int source,
+                   std::size_t begin, std::size_t end, To& to);
   // Appends the rows of a token, of which `first` is the first in the order by token. Returns their
   // slots: a bit for each k.
-  std::uint32_t rows_of_token(const CombineInput& input, const Handle& handle, int source,
+  std::uint32_t rows_of_token(const CombineInput& input, const DispatchHandle& handle, int source,
                               std::size_t first, Summands& rows) const;
   // True if the rows for a rank are summed with those of this host's other ranks.
   bool sums_per_host(int to) const { return link_->way_back(to) == RankLink::Return::kSummed; }
-  // True if they are summed at all.
-  bool sums_for(int to) const { return spec().pre_sum || sums_per_host(to); }
-  void sum_tokens(const CombineOutput& output, const Handle& handle, std::size_t begin,
+  void sum_tokens(const CombineOutput& output, const DispatchHandle& handle, std::size_t begin,
                   std::size_t end) const;
 
   // Sends to all ranks by all threads, or, if it is little, by this one: body(peer, begin, end) for
@@ -215,15 +163,11 @@ Engine::Engine(const World& world, const ExchangeProblem& problem, const Exchang
   shape.result_bytes = problem_.result_bytes();
   heap_ = protocol::ExchangeHeap(shape);
   protocol::HostSums sums;
-  const network::Proxy* const proxy = world.fabric().proxy();
-  if (spec().pre_sum_per_host && proxy != nullptr) {
-    protocol::HostSums::Shape needed;
-    needed.num_sources = proxy->hosts().max_sources();
-    needed.windows = 2;
-    needed.max_tokens = static_cast<std::uint64_t>(spec().max_tokens);
-    needed.max_slots = needed.max_tokens * static_cast<std::uint64_t>(spec().top_k);
-    needed.rows_bytes = needed.max_slots * problem_.result_bytes();
-    sums = protocol::HostSums(needed, heap_.bytes());
+  const network::Hosts* const hosts = hosts_of(world);
+  if (spec().pre_sum_per_host && hosts != nullptr) {
+    sums = protocol::HostSums(
+        host_sums_shape(*hosts, 2, spec().max_tokens, spec().top_k, problem_.result_bytes()),
+        heap_.bytes());
   }
   const std::uint64_t heap_bytes = sums ? sums.end() : heap_.bytes();
   link_.emplace(world, world.fabric().allocate_heap(heap_bytes), problem_.places, sums,
@@ -241,13 +185,15 @@ Engine::Engine(const World& world, const ExchangeProblem& problem, const Exchang
   stats_.heap_bytes_reserved = heap_bytes;
 }
 
-std::unique_ptr<ExchangeHandle::State> Engine::make_handle() { return std::make_unique<Handle>(); }
+std::unique_ptr<ExchangeHandle::State> Engine::make_handle() {
+  return std::make_unique<DispatchHandle>();
+}
 
 // ------------------------------------------------------------------------------------ dispatch
 
 void Engine::dispatch_send(const DispatchInput& input, State& state) {
   require_no_stream(input.stream);
-  auto& handle = static_cast<Handle&>(state);
+  auto& handle = static_cast<DispatchHandle&>(state);
   const auto slots =
       static_cast<std::size_t>(input.tokens.rows) * static_cast<std::size_t>(spec().top_k);
   if (!input.reuse) {
@@ -275,7 +221,7 @@ void Engine::dispatch_send(const DispatchInput& input, State& state) {
               ? bf16_to_f32(static_cast<const std::uint16_t*>(input.weights.data())[i])
               : static_cast<const float*>(input.weights.data())[i];
     }
-    list_slots(handle);
+    handle.list_slots(problem_, *link_);
     end();
     publish_counts(handle);
   }
@@ -293,54 +239,7 @@ void Engine::dispatch_send(const DispatchInput& input, State& state) {
   }
 }
 
-// Lists what each rank gets: its tokens, each once, and its rows, by expert.
-void Engine::list_slots(Handle& handle) const {
-  const auto ranks = static_cast<std::size_t>(num_ranks());
-  const auto top_k = static_cast<std::size_t>(spec().top_k);
-  handle.num_tokens_to.assign(ranks, 0);
-  handle.entries_to.resize(ranks);
-  handle.sent_to.resize(ranks);
-  for (SentTokens& sent : handle.sent_to) {
-    sent.tokens.clear();
-    sent.places.clear();
-  }
-  // The index of each place's next row in its rank's list; at first the number of its rows.
-  std::vector<std::uint32_t> next(static_cast<std::size_t>(problem_.places.num_experts));
-  for (const std::int32_t place : handle.places) {
-    if (place >= 0) ++next[static_cast<std::size_t>(place)];
-  }
-  for (int r = 0; r < num_ranks(); ++r) {
-    std::uint32_t rows = 0;
-    for (int p = problem_.places.begin(r); p < problem_.places.end(r); ++p) {
-      rows += std::exchange(next[static_cast<std::size_t>(p)], rows);
-    }
-    handle.entries_to[static_cast<std::size_t>(r)].resize(rows);
-  }
-  for (std::size_t t = 0; t * top_k < handle.places.size(); ++t) {
-    const auto token = static_cast<std::uint32_t>(t);
-    std::uint64_t ranks_seen = 0;
-    for (std::uint32_t k = 0; k < top_k; ++k) {
-      const std::int32_t place = handle.places[t * top_k + k];
-      if (place < 0) continue;
-      const int rank = problem_.places.owner(place);
-      const auto owner = static_cast<std::size_t>(rank);
-      SentTokens& sent = handle.sent_to[static_cast<std::size_t>(link_->via(rank))];
-      if (sent.tokens.empty() || sent.tokens.back().token != token) {
-        sent.tokens.push_back({token, static_cast<std::uint32_t>(sent.places.size()), 0});
-      }
-      sent.tokens.back().slots |= std::uint32_t{1} << k;
-      if ((ranks_seen >> owner & 1) == 0) {
-        ranks_seen |= std::uint64_t{1} << owner;
-        sent.places.push_back({rank, handle.num_tokens_to[owner]++});
-      }
-      handle.entries_to[owner][next[static_cast<std::size_t>(place)]++] = {
-          SlotEntry::pack(token, k), handle.num_tokens_to[owner] - 1,
-          handle.weights[t * top_k + k]};
-    }
-  }
-}
-
-void Engine::publish_counts(const Handle& handle) {
+void Engine::publish_counts(const DispatchHandle& handle) {
   begin({TraceKind::kCounts, TraceRole::kPass});
   std::vector<std::uint64_t> counts(static_cast<std::size_t>(problem_.places.num_experts),
                                     protocol::numbered(dispatch_.number, 0));
@@ -348,15 +247,15 @@ void Engine::publish_counts(const Handle& handle) {
     if (place >= 0) ++counts[static_cast<std::size_t>(place)];
   }
   for (int i = 0; i < num_ranks(); ++i) {
-    const int to = peer(i);
-    step(Step::kPublishCounts, to, dispatch_);
-    const auto num = static_cast<std::size_t>(problem_.places.count(to));
+    const int r = peer(i);
+    step(Step::kPublishCounts, r, dispatch_);
+    const auto num = static_cast<std::size_t>(problem_.places.count(r));
     // Release: what this rank read of the window before comes before others' next writes there.
-    link_->to(to, Lane::kDispatch, dispatch_.of_all, [&](auto& verbs) {
-      verbs.target(to, heap_.counts(link_->heaps().base[to], dispatch_.number, rank()));
-      verbs.words({counts.data() + problem_.places.begin(to), num});
+    link_->to(r, Lane::kDispatch, dispatch_.of_all, [&](auto& to) {
+      to.target(r, heap_.counts(link_->heaps().base[r], dispatch_.number, rank()));
+      to.words({counts.data() + problem_.places.begin(r), num});
     });
-    if (to != rank()) stats_.signal_bytes += num * sizeof(std::uint64_t);
+    if (r != rank()) stats_.signal_bytes += num * sizeof(std::uint64_t);
   }
   protocol::note_progress(link_->heaps());
   end();
@@ -385,7 +284,7 @@ void Engine::prepare_tokens(const MatrixView& tokens) {
   });
 }
 
-void Engine::put_token(const MatrixView& tokens, const Handle& handle, std::uint32_t token,
+void Engine::put_token(const MatrixView& tokens, const DispatchHandle& handle, std::uint32_t token,
                        std::byte* to) const {
   const std::size_t bytes = problem_.token_bytes(), scale_bytes = problem_.scale_bytes();
   const std::size_t attached_bytes = problem_.attached_bytes;
@@ -403,7 +302,7 @@ void Engine::put_token(const MatrixView& tokens, const Handle& handle, std::uint
   std::memcpy(to + heap_.scale_offset(), scales, scale_bytes);
 }
 
-void Engine::send_tokens(const MatrixView& tokens, const Handle& handle, bool entries) {
+void Engine::send_tokens(const MatrixView& tokens, const DispatchHandle& handle, bool entries) {
   send_to_all(
       problem_.wire_bytes(),
       [&](int peer) { return handle.sent_to[static_cast<std::size_t>(peer)].tokens.size(); },
@@ -424,8 +323,8 @@ void Engine::send_tokens(const MatrixView& tokens, const Handle& handle, bool en
 }
 
 template <typename To>
-void Engine::send_chunk(const MatrixView& tokens, const Handle& handle, int peer, bool entries,
-                        std::size_t begin, std::size_t end, To& to) const {
+void Engine::send_chunk(const MatrixView& tokens, const DispatchHandle& handle, int peer,
+                        bool entries, std::size_t begin, std::size_t end, To& to) const {
   const protocol::Heaps& heaps = link_->heaps();
   if (entries && begin == 0) {
     for (const int r : link_->ranks_behind(peer)) {
@@ -460,7 +359,7 @@ void Engine::send_chunk(const MatrixView& tokens, const Handle& handle, int peer
 }
 
 void Engine::dispatch_recv(const DispatchOutput& output, State& state) {
-  auto& handle = static_cast<Handle&>(state);
+  auto& handle = static_cast<DispatchHandle&>(state);
   link_->set_free();
   plan(handle);
   if (handle.end_of_rows > output.capacity) {
@@ -472,7 +371,7 @@ void Engine::dispatch_recv(const DispatchOutput& output, State& state) {
   for (int i = 0; i < num_ranks(); ++i) {
     await_arrived(peer(i), handle.layout);
     if (handle.arrivals[static_cast<std::size_t>(peer(i))].empty()) {
-      list_arrivals(handle, peer(i));
+      handle.list_arrivals(problem_, *link_, heap_, dispatch_.number, peer(i));
     }
     put_rows(output, handle, peer(i));
   }
@@ -492,45 +391,20 @@ void Engine::dispatch_recv(const DispatchOutput& output, State& state) {
 }
 
 std::int64_t Engine::rows_needed(State& state, void*) {
-  auto& handle = static_cast<Handle&>(state);
+  auto& handle = static_cast<DispatchHandle&>(state);
   link_->set_free();
   plan(handle);
   return handle.layout_rows;
 }
 
 // Waits for all counts, and computes where every source's rows go.
-void Engine::plan(Handle& handle) {
+void Engine::plan(DispatchHandle& handle) {
   if (handle.planned) return;
   await_counts(handle);
-  const auto experts = static_cast<std::size_t>(problem_.num_own());
-  handle.ends.assign(experts, 0);
-  std::int64_t rows = 0;
-  for (std::size_t e = 0; e < experts; ++e) {
-    const std::int64_t before = rows;
-    for (const auto& of_source : handle.count) rows += of_source[e];
-    handle.ends[e] = rows;
-    if (spec().layout.kind == RowLayout::Kind::kPadded && rows - before > spec().layout.size) {
-      throw Error(ErrorCode::kCapacityExceeded,
-                  fmt::format("expert {} got {} rows, and the padded layout has room for {}; make "
-                              "an exchange with more (layout.size), or with another layout",
-                              static_cast<std::size_t>(problem_.own().begin) + e, rows - before,
-                              spec().layout.size));
-    }
-  }
-  const std::vector<std::int64_t> first = first_rows(spec().layout, handle.ends);
-  handle.layout_rows = first.back();
-  handle.end_of_rows = 0;
-  for (std::size_t e = 0; e < experts; ++e) {
-    const std::int64_t of_expert = handle.ends[e] - (e == 0 ? 0 : handle.ends[e - 1]);
-    if (of_expert > 0) handle.end_of_rows = first[e] + of_expert;
-  }
-  handle.arrivals.assign(static_cast<std::size_t>(num_ranks()), {});
-  handle.by_token.assign(static_cast<std::size_t>(num_ranks()), {});
-  handle.host_slots.assign(static_cast<std::size_t>(num_ranks()), {});
-  handle.planned = true;
+  handle.place_rows(problem_);
 }
 
-void Engine::await_counts(Handle& handle) {
+void Engine::await_counts(DispatchHandle& handle) {
   const auto experts = static_cast<std::size_t>(problem_.num_own());
   handle.count.assign(static_cast<std::size_t>(num_ranks()), std::vector<std::uint32_t>(experts));
   for (int source = 0; source < num_ranks(); ++source) {
@@ -585,37 +459,7 @@ void Engine::await_arrived(int source, std::uint64_t layout) {
   }
 }
 
-// Lists the rows of a source whose entries have come.
-void Engine::list_arrivals(Handle& handle, int source) const {
-  const ExchangeEntry* entry = heap_.entries(link_->heaps().mine(), dispatch_.number, source);
-  const std::vector<std::int64_t> first = first_rows(spec().layout, handle.ends);
-  auto& arrivals = handle.arrivals[static_cast<std::size_t>(source)];
-  for (std::size_t e = 0; e < handle.ends.size(); ++e) {
-    std::int64_t before = 0;  // rows of ranks below the source
-    for (int r = 0; r < source; ++r) before += handle.count[static_cast<std::size_t>(r)][e];
-    const std::int64_t packed = (e == 0 ? 0 : handle.ends[e - 1]) + before;
-    for (std::uint32_t i = 0; i < handle.count[static_cast<std::size_t>(source)][e]; ++i, ++entry) {
-      arrivals.push_back({static_cast<std::uint32_t>(first[e] + before + i),
-                          static_cast<std::uint32_t>(packed + i), entry->position, entry->slot,
-                          entry->weight});
-    }
-  }
-  if (sums_per_host(source)) {
-    const std::uint32_t* const slots = link_->sums_for(source, dispatch_.number & 1).slots;
-    auto& of_arrivals = handle.host_slots[static_cast<std::size_t>(source)];
-    for (const Arrival& arrival : arrivals) {
-      of_arrivals.push_back(slots[SlotEntry::token(arrival.slot)]);
-    }
-  }
-  if (!sums_for(source)) return;
-  auto& order = handle.by_token[static_cast<std::size_t>(source)];
-  order.resize(arrivals.size());
-  for (std::size_t i = 0; i < order.size(); ++i) order[i] = static_cast<std::uint32_t>(i);
-  std::sort(order.begin(), order.end(),
-            [&](std::uint32_t a, std::uint32_t b) { return arrivals[a].slot < arrivals[b].slot; });
-}
-
-void Engine::put_rows(const DispatchOutput& output, const Handle& handle, int source) {
+void Engine::put_rows(const DispatchOutput& output, const DispatchHandle& handle, int source) {
   const auto& arrivals = handle.arrivals[static_cast<std::size_t>(source)];
   const std::size_t bytes = problem_.token_bytes(), scale_bytes = problem_.scale_bytes();
   const std::size_t attached_bytes = problem_.attached_bytes;
@@ -654,7 +498,7 @@ void Engine::put_rows(const DispatchOutput& output, const Handle& handle, int so
 
 void Engine::combine_send(const CombineInput& input, State& state) {
   require_no_stream(input.stream);
-  auto& handle = static_cast<Handle&>(state);
+  auto& handle = static_cast<DispatchHandle&>(state);
   if (input.rows.rows < handle.end_of_rows) {
     throw Error(ErrorCode::kShapeMismatch,
                 fmt::format("there are {} rows, and the last one that was received is row {}; pass "
@@ -668,23 +512,24 @@ void Engine::combine_send(const CombineInput& input, State& state) {
   host_rows_.store(0, std::memory_order_relaxed);
   send_to_all(
       problem_.result_bytes(),
-      [&](int to) {
-        return problem_.without_results ? 0 : handle.arrivals[static_cast<std::size_t>(to)].size();
+      [&](int source) {
+        return problem_.without_results ? 0
+                                        : handle.arrivals[static_cast<std::size_t>(source)].size();
       },
-      [&](int to, std::size_t begin, std::size_t end) {
-        link_->to(to, Lane::kCombine, combine_.of_all, [&](auto& verbs) {
-          if (sums_for(to)) {
-            return_sums(input, handle, to, begin, end, verbs);
+      [&](int source, std::size_t begin, std::size_t end) {
+        link_->to(source, Lane::kCombine, combine_.of_all, [&](auto& to) {
+          if (are_summed(problem_, *link_, source)) {
+            return_sums(input, handle, source, begin, end, to);
           } else {
-            return_rows(input, handle, to, begin, end, verbs);
+            return_rows(input, handle, source, begin, end, to);
           }
         });
       },
-      [&](int to) {
-        step(Step::kFinished, to, combine_);
+      [&](int source) {
+        step(Step::kFinished, source, combine_);
         // After the cells of all threads, which the last of them acquired.
-        link_->signal(Lane::kCombine, combine_.of_all, to,
-                      heap_.returned(link_->heaps().base[to], combine_.number, rank()),
+        link_->signal(Lane::kCombine, combine_.of_all, source,
+                      heap_.returned(link_->heaps().base[source], combine_.number, rank()),
                       protocol::numbered(combine_.number, 0));
       });
   stats_.combines = combine_.number;
@@ -709,7 +554,7 @@ void Engine::combine_send(const CombineInput& input, State& state) {
 }
 
 template <typename To>
-void Engine::return_rows(const CombineInput& input, const Handle& handle, int source,
+void Engine::return_rows(const CombineInput& input, const DispatchHandle& handle, int source,
                          std::size_t begin, std::size_t end, To& to) const {
   const auto& arrivals = handle.arrivals[static_cast<std::size_t>(source)];
   for (std::size_t i = begin; i < end; ++i) {
@@ -728,8 +573,8 @@ void Engine::return_rows(const CombineInput& input, const Handle& handle, int so
   }
 }
 
-std::uint32_t Engine::rows_of_token(const CombineInput& input, const Handle& handle, int source,
-                                    std::size_t first, Summands& rows) const {
+std::uint32_t Engine::rows_of_token(const CombineInput& input, const DispatchHandle& handle,
+                                    int source, std::size_t first, Summands& rows) const {
   const auto& arrivals = handle.arrivals[static_cast<std::size_t>(source)];
   const auto& order = handle.by_token[static_cast<std::size_t>(source)];
   const std::uint32_t token = SlotEntry::token(arrivals[order[first]].slot);
@@ -745,7 +590,7 @@ std::uint32_t Engine::rows_of_token(const CombineInput& input, const Handle& han
 }
 
 template <typename To>
-void Engine::return_sums(const CombineInput& input, const Handle& handle, int source,
+void Engine::return_sums(const CombineInput& input, const DispatchHandle& handle, int source,
                          std::size_t begin, std::size_t end, To& to) {
   const auto& arrivals = handle.arrivals[static_cast<std::size_t>(source)];
   const auto& order = handle.by_token[static_cast<std::size_t>(source)];
@@ -779,7 +624,7 @@ void Engine::return_sums(const CombineInput& input, const Handle& handle, int so
 }
 
 void Engine::combine_recv(const CombineOutput& output, State& state) {
-  auto& handle = static_cast<Handle&>(state);
+  auto& handle = static_cast<DispatchHandle&>(state);
   link_->set_free();
   // Waits for all ranks, also those without rows: a rank's flag also says that it has received the
   // previous combine, whose window the next one uses.
@@ -808,8 +653,8 @@ void Engine::combine_recv(const CombineOutput& output, State& state) {
   link_->end_call();
 }
 
-void Engine::sum_tokens(const CombineOutput& output, const Handle& handle, std::size_t begin,
-                        std::size_t end) const {
+void Engine::sum_tokens(const CombineOutput& output, const DispatchHandle& handle,
+                        std::size_t begin, std::size_t end) const {
   const auto top_k = static_cast<std::size_t>(spec().top_k);
   const std::int64_t stride = (output.row_stride == 0 ? spec().hidden : output.row_stride) *
                               static_cast<std::int64_t>(size_of(output.dtype));
@@ -822,7 +667,7 @@ void Engine::sum_tokens(const CombineOutput& output, const Handle& handle, std::
       const std::int32_t place = handle.places[t * top_k + k];
       if (place < 0) continue;
       const int rank_of_place = problem_.places.owner(place);
-      if (sums_for(rank_of_place)) {
+      if (are_summed(problem_, *link_, rank_of_place)) {
         const std::uint64_t owner = std::uint64_t{1}
                                     << (sums_per_host(rank_of_place) ? link_->via(rank_of_place)
                                                                      : rank_of_place);
@@ -922,7 +767,6 @@ void Engine::wait(const Call& call, Ready&& ready, WhatIsMissing&& missing) {
 }
 
 void Engine::await_host() {
-  if (!link_->spans_hosts()) return;
   const auto ended = [&](int r) {
     return protocol::load_acquire(&link_->heaps().control(r)->ended);
   };

@@ -26,6 +26,19 @@ struct Summands {
   }
 };
 
+// The shape of an engine's region, whose rows have `row_bytes`.
+inline protocol::HostSums::Shape host_sums_shape(const network::Hosts& hosts, int windows,
+                                                 int max_tokens, int top_k,
+                                                 std::uint64_t row_bytes) {
+  protocol::HostSums::Shape shape;
+  shape.num_sources = hosts.max_sources();
+  shape.windows = windows;
+  shape.max_tokens = static_cast<std::uint64_t>(max_tokens);
+  shape.max_slots = shape.max_tokens * static_cast<std::uint64_t>(top_k);
+  shape.rows_bytes = shape.max_slots * row_bytes;
+  return shape;
+}
+
 // Writes the sum of rows of `hidden` elements to the targets.
 template <typename To>
 void send_sum(To& to, const Summands& rows, DType dtype, int hidden) {

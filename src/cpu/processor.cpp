@@ -4,6 +4,7 @@
 #include <bit>
 #include <cmath>
 #include <cstring>
+#include <optional>
 
 #include "protocol/atomics.h"
 #include "routing/route.h"
@@ -358,23 +359,23 @@ void Processor::gemm2(Pass& pass, Tile& tile, std::uint32_t tile_index, std::uin
 }
 
 void Processor::send_back(Pass& pass, const Tile& tile, int source) {
-  const bool summed = layer_.link->way_back(source) == RankLink::Return::kSummed;
+  std::optional<HostSum> sum;
+  if (layer_.link->way_back(source) == RankLink::Return::kSummed) sum = layer_.sum_for(source);
   // Other sources' rows are not looked at: a source that has all its rows may be a pass further,
   // and its entries are then no longer this pass's.
   const RowRange rows = rows_of_source(pass, tile, source);
   layer_.link->to(source, Lane::kCombine, pass.epoch, [&](auto& to) {
     for (std::uint32_t r = rows.begin; r < rows.end; ++r) {
       const Row row = row_of(layer_, pass, tile, r);
-      if (!summed) {
+      if (!sum) {
         to.target(source, layer_.cell(source, row.token, row.k));
         to.put(staged(pass, tile, r), layer_.cell_bytes());
         continue;
       }
-      const HostSum sum = layer_.sum_for(source);
-      const std::uint32_t slots = sum.slots(row.token);
+      const std::uint32_t slots = sum->slots(row.token);
       Summands summands;
-      if (!sum.complete(row.token, std::uint32_t{1} << row.k, slots, !layer_.spec.weight_on_input,
-                        summands)) {
+      if (!sum->complete(row.token, std::uint32_t{1} << row.k, slots, !layer_.spec.weight_on_input,
+                         summands)) {
         continue;
       }
       const auto first_k = static_cast<std::uint32_t>(std::countr_zero(slots));

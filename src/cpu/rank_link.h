@@ -34,6 +34,12 @@
 
 namespace switchyard::cpu {
 
+// The hosts of a world's ranks; null in a world of one host.
+inline const network::Hosts* hosts_of(const World& world) {
+  const network::Proxy* const proxy = world.fabric().proxy();
+  return proxy == nullptr ? nullptr : &proxy->hosts();
+}
+
 // Any thread of the rank may wait, send and end the world.
 class RankLink {
  public:
@@ -139,8 +145,11 @@ class RankLink {
     if (via(peer) != peer) return {};
     return remote_->hosts().ranks_of(host_of(peer));
   }
-  // All ranks of this rank's host, where some are on others.
-  std::span<const int> ranks_beside() const { return remote_->hosts().ranks_of(host_of(rank())); }
+  // All ranks of this rank's host where some are on others, else none.
+  std::span<const int> ranks_beside() const {
+    if (remote_ == nullptr) return {};
+    return remote_->hosts().ranks_of(host_of(rank()));
+  }
 
   // How a rank gets the results for its tokens.
   enum class Return : std::uint8_t {
