@@ -143,27 +143,12 @@ struct Waited {
   }
 };
 
-// Traces a step of the whole rank, on the thread that called forward(). The step ends with the
-// scope.
-class Stage {
- public:
-  Stage(ThreadTrace* trace, TraceKind kind, std::int64_t rows, const Waited& waited = {})
-      : trace_(trace) {
-    if (trace_ == nullptr) return;
-    TraceEvent event{kind, TraceRole::kPass, waited.wait};
-    event.rows = static_cast<std::int32_t>(rows);
-    event.peer = waited.peer;
-    trace_->begin(event);
-  }
-  ~Stage() {
-    if (trace_ != nullptr) trace_->end();
-  }
-  Stage(const Stage&) = delete;
-  Stage& operator=(const Stage&) = delete;
-
- private:
-  ThreadTrace* trace_;
-};
+// A step of the whole rank, on the thread that called forward().
+TraceEvent step_of_rank(TraceKind kind, std::int64_t rows) {
+  TraceEvent event{kind, TraceRole::kPass};
+  event.rows = static_cast<std::int32_t>(rows);
+  return event;
+}
 
 void require_no_stream(const void* stream) {
   if (stream == nullptr) return;
@@ -388,7 +373,7 @@ void Engine::forward(const ForwardInput& input, const ForwardOutput& output) {
   begin_pass(input, output, use.epoch());
   route(input);
   {
-    const Stage stage(trace_of(0), TraceKind::kRoute, pass_.tokens);
+    const Traced traced(trace_of(0), step_of_rank(TraceKind::kRoute, pass_.tokens));
     stats_.dropped_slots = drop_over_capacity(spec(), pass_.tokens, pass_.ids, pass_.weights);
     send_to_places();
     list_slots();
@@ -568,7 +553,7 @@ void Engine::list_slots() {
 }
 
 void Engine::publish_counts() {
-  const Stage stage(trace_of(0), TraceKind::kCounts, pass_.tokens);
+  const Traced traced(trace_of(0), step_of_rank(TraceKind::kCounts, pass_.tokens));
   const std::uint64_t flag = std::uint64_t{protocol::flag_of(pass_.epoch)} << 32;
   std::vector<std::uint64_t> row;
   row.reserve(pass_.counts.size());

@@ -88,6 +88,7 @@ class Engine final : public ExchangeEngine {
     if (options_.on_step) options_.on_step({kind, rank(), peer, call.of_all});
   }
 
+  void list_slots(const SlotView& weights, DispatchHandle& handle);
   void publish_counts(const DispatchHandle& handle);
   void prepare_tokens(const MatrixView& tokens);
   const std::byte* prepared(std::uint32_t token) const {
@@ -133,13 +134,6 @@ class Engine final : public ExchangeEngine {
   template <typename Ready, typename WhatIsMissing>
   void wait(const Call& call, Ready&& ready, WhatIsMissing&& missing);
   [[noreturn]] void refuse_mixture(int source, std::uint64_t expected, std::uint64_t observed);
-
-  void begin(const TraceEvent& event) {
-    if (ThreadTrace* const trace = link_->trace_of(0)) trace->begin(event);
-  }
-  void end() {
-    if (ThreadTrace* const trace = link_->trace_of(0)) trace->end();
-  }
 
   protocol::ExchangeHeap heap_;
   std::optional<RankLink> link_;
@@ -205,24 +199,7 @@ void Engine::dispatch_send(const DispatchInput& input, State& state) {
   stats_.dispatch_bytes = stats_.signal_bytes = 0;
   stats_.tokens_sent = 0;
   if (!input.reuse) {
-    begin({TraceKind::kRoute, TraceRole::kPass});
-    handle.layout = dispatch_.number;
-    handle.planned = false;
-    std::swap(handle.places, ids_);
-    if (!problem_.place_of.empty()) {
-      for (std::int32_t& id : handle.places) {
-        if (id >= 0) id = problem_.place_of[static_cast<std::size_t>(id)];
-      }
-    }
-    handle.weights.assign(slots, 1.0f);
-    for (std::size_t i = 0; i < input.weights.size(); ++i) {
-      handle.weights[i] =
-          input.weights.dtype() == DType::kBF16
-              ? bf16_to_f32(static_cast<const std::uint16_t*>(input.weights.data())[i])
-              : static_cast<const float*>(input.weights.data())[i];
-    }
-    handle.list_slots(problem_, *link_);
-    end();
+    list_slots(input.weights, handle);
     publish_counts(handle);
   }
   prepare_tokens(input.tokens);
@@ -239,8 +216,27 @@ void Engine::dispatch_send(const DispatchInput& input, State& state) {
   }
 }
 
+void Engine::list_slots(const SlotView& weights, DispatchHandle& handle) {
+  const Traced traced(link_->trace_of(0), {TraceKind::kRoute, TraceRole::kPass});
+  handle.layout = dispatch_.number;
+  handle.planned = false;
+  std::swap(handle.places, ids_);
+  if (!problem_.place_of.empty()) {
+    for (std::int32_t& id : handle.places) {
+      if (id >= 0) id = problem_.place_of[static_cast<std::size_t>(id)];
+    }
+  }
+  handle.weights.assign(handle.places.size(), 1.0f);
+  for (std::size_t i = 0; i < weights.size(); ++i) {
+    handle.weights[i] = weights.dtype() == DType::kBF16
+                            ? bf16_to_f32(static_cast<const std::uint16_t*>(weights.data())[i])
+                            : static_cast<const float*>(weights.data())[i];
+  }
+  handle.list_slots(problem_, *link_);
+}
+
 void Engine::publish_counts(const DispatchHandle& handle) {
-  begin({TraceKind::kCounts, TraceRole::kPass});
+  const Traced traced(link_->trace_of(0), {TraceKind::kCounts, TraceRole::kPass});
   std::vector<std::uint64_t> counts(static_cast<std::size_t>(problem_.places.num_experts),
                                     protocol::numbered(dispatch_.number, 0));
   for (const std::int32_t place : handle.places) {
@@ -258,7 +254,6 @@ void Engine::publish_counts(const DispatchHandle& handle) {
     if (r != rank()) stats_.signal_bytes += num * sizeof(std::uint64_t);
   }
   protocol::note_progress(link_->heaps());
-  end();
 }
 
 // Quantises tokens once, however many ranks get them.
@@ -436,8 +431,7 @@ void Engine::await_counts(DispatchHandle& handle) {
           return Missing{Phase::kCounts, source, e, protocol::flag_of(dispatch_.number),
                          protocol::load_acquire(row + e) >> 32};
         });
-    begin(event);
-    end();
+    const Traced here(link_->trace_of(0), event);
   }
 }
 
@@ -716,17 +710,15 @@ void Engine::send_to_all(std::size_t item_bytes, const Items& items, const Body&
       Part& part = parts[p];
       const std::size_t begin = (task - part.first_task) * kChunk;
       const std::size_t end = std::min(begin + kChunk, part.items);
-      ThreadTrace* const trace = link_->trace_of(thread);
-      if (trace != nullptr) {
-        TraceEvent event{TraceKind::kSend, TraceRole::kSend};
-        event.peer = part.to;
-        event.rows = static_cast<std::int32_t>(end > begin ? end - begin : 0);
-        trace->begin(event);
+      TraceEvent event{TraceKind::kSend, TraceRole::kSend};
+      event.peer = part.to;
+      event.rows = static_cast<std::int32_t>(end > begin ? end - begin : 0);
+      {
+        const Traced traced(link_->trace_of(thread), event);
+        if (end > begin) body(part.to, begin, end);
+        // Acquires the other threads' chunks, and releases this one's.
+        if (part.left.fetch_sub(1, std::memory_order_acq_rel) == 1) sent(part.to);
       }
-      if (end > begin) body(part.to, begin, end);
-      // Acquires the other threads' chunks, and releases this one's.
-      if (part.left.fetch_sub(1, std::memory_order_acq_rel) == 1) sent(part.to);
-      if (trace != nullptr) trace->end();
       protocol::note_progress(link_->heaps());
     }
   };
@@ -737,14 +729,10 @@ template <typename Body>
 void Engine::for_chunks(std::size_t count, const TraceEvent& event, const Body& body) {
   if (count == 0) return;
   const auto run = [&](int thread, std::size_t first, std::size_t last) {
-    ThreadTrace* const trace = link_->trace_of(thread);
-    if (trace != nullptr) {
-      TraceEvent chunk = event;
-      chunk.rows = static_cast<std::int32_t>(last - first);
-      trace->begin(chunk);
-    }
+    TraceEvent chunk = event;
+    chunk.rows = static_cast<std::int32_t>(last - first);
+    const Traced traced(link_->trace_of(thread), chunk);
     body(first, last);
-    if (trace != nullptr) trace->end();
   };
   if (count <= kChunk) return run(0, 0, count);
   std::atomic<std::size_t> next{0};

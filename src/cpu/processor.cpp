@@ -133,7 +133,7 @@ void Processor::send_tokens(Pass& pass, int peer, std::uint32_t chunk, To& to) {
       if (!to.takes(owner)) continue;
       const std::int32_t expert = pass.ids[s];
       visit(s, static_cast<std::uint32_t>(k), expert, owner,
-            static_cast<std::uint32_t>(expert - to.first_expert(owner)));
+            static_cast<std::uint32_t>(expert - layer_.places.begin(owner)));
     }
   };
   const bool summed = layer_.link->way_back(peer) == RankLink::Return::kSummed;
@@ -145,7 +145,7 @@ void Processor::send_tokens(Pass& pass, int peer, std::uint32_t chunk, To& to) {
     for_each_slot(token, [&](std::size_t s, std::uint32_t k, std::int32_t, int owner,
                              std::uint32_t of_owner) {
       std::byte* const base = layer_.heaps().base[owner];
-      const std::uint32_t distance = to.distance_from(owner);
+      const std::uint32_t distance = layer_.link->distance_from(owner);
       const std::uint32_t position = pass.slots[s].position;
       to.target(owner, heap.pool(base, distance, token));
       to.store(owner, heap.entries(base, of_owner, distance) + position,
@@ -177,8 +177,10 @@ void Processor::send_tokens(Pass& pass, int peer, std::uint32_t chunk, To& to) {
       if (trace_ != nullptr) {
         trace_->tell(TraceKind::kSend, owner, -1, layer_.expert_of(expert), 0);
       }
-      to.signal(owner, heap.arrived(layer_.heaps().base[owner], of_owner, to.distance_from(owner)),
-                protocol::flag_of(pass.epoch));
+      to.signal(
+          owner,
+          heap.arrived(layer_.heaps().base[owner], of_owner, layer_.link->distance_from(owner)),
+          protocol::flag_of(pass.epoch));
     });
   }
 }

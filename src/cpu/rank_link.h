@@ -61,7 +61,6 @@ class RankLink {
     const int distance = rank() - other;
     return static_cast<std::uint32_t>(distance < 0 ? distance + num_ranks() : distance);
   }
-  int first_expert(int of) const { return heaps_.experts.begin(of); }
 
   // ------------------------------------------------------------------------------------- threads
 
@@ -216,14 +215,10 @@ class RankLink::ByStore {
   // Rows are made where their ranks read them: nothing else is to be sent.
   static constexpr bool kInPlace = true;
 
-  ByStore(const RankLink& link, int peer)
-      : peer_(peer), distance_(link.distance_from(peer)), first_expert_(link.first_expert(peer)) {}
+  explicit ByStore(int peer) : peer_(peer) {}
 
   // True for a rank that these verbs write to; -1 is none.
   bool takes(int rank) const { return rank == peer_; }
-  // The distance (protocol/heap.h) of this rank from one that they write to, and its first expert.
-  std::uint32_t distance_from(int) const { return distance_; }
-  int first_expert(int) const { return first_expert_; }
 
   // Adds a rank that gets what the next of put(), make() and words() writes, and where.
   void target(int, void* address) { target_ = address; }
@@ -253,8 +248,6 @@ class RankLink::ByStore {
 
  private:
   int peer_;
-  std::uint32_t distance_;
-  int first_expert_;
   void* target_ = nullptr;
 };
 
@@ -269,8 +262,6 @@ class RankLink::ByRecord {
       : link_(link), host_(link.host_of(peer)), lane_(lane), epoch_(epoch) {}
 
   bool takes(int rank) const { return rank >= 0 && link_.host_of(rank) == host_; }
-  std::uint32_t distance_from(int rank) const { return link_.distance_from(rank); }
-  int first_expert(int rank) const { return link_.first_expert(rank); }
 
   // A row crosses once for all its targets. A rank's first one counts.
   void target(int rank, const void* address) {
@@ -341,7 +332,7 @@ class RankLink::ByRecord {
 template <typename Body>
 void RankLink::to(int peer, network::Lane lane, std::uint64_t epoch, Body&& body) const {
   if (reaches(peer)) {
-    ByStore to(*this, peer);
+    ByStore to(peer);
     body(to);
     return;
   }

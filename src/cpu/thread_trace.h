@@ -94,4 +94,20 @@ class alignas(64) ThreadTrace {
   bool open_ = false;
 };
 
+// An event that ends with the scope. `trace` is null where nothing is recorded.
+class Traced {
+ public:
+  Traced(ThreadTrace* trace, const TraceEvent& event) : trace_(trace) {
+    if (trace_ != nullptr) trace_->begin(event);
+  }
+  ~Traced() {
+    if (trace_ != nullptr) trace_->end();
+  }
+  Traced(const Traced&) = delete;
+  Traced& operator=(const Traced&) = delete;
+
+ private:
+  ThreadTrace* trace_;
+};
+
 }  // namespace switchyard::cpu
