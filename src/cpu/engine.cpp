@@ -344,9 +344,11 @@ void Engine::rebind(const MoeWeights& weights, const ExpertPlacement* placement)
 }
 
 void Engine::make_processors(int threads) {
-  link_->start_threads(threads, options_.trace ? kMostTraceEvents : 0,
-                       [] { thread_local const SingleThreadedLibrary confined; });
+  if (options_.trace) link_->record(threads, kMostTraceEvents);
   for (int i = 0; i < threads; ++i) processors_.emplace_back(layer_, trace_of(i));
+  // Threads come last: if there cannot be so many, memory for other ranks' processors would be
+  // short meanwhile.
+  link_->start_threads(threads, [] { thread_local const SingleThreadedLibrary confined; });
 
   pass_.placement = protocol::Placement(layer_.places, rank());
   pass_.tiles.reserve(most_tiles());

@@ -174,7 +174,8 @@ Engine::Engine(const World& world, const ExchangeProblem& problem, const Exchang
     if (problem_.quantised()) {
       quantised_ = LazyBuffer(static_cast<std::size_t>(spec().max_tokens) * prepared_bytes());
     }
-    link_->start_threads(threads, options_.trace ? kMostTraceEvents : 0, [] {});
+    if (options_.trace) link_->record(threads, kMostTraceEvents);
+    link_->start_threads(threads, [] {});
   });
   stats_.heap_bytes_reserved = heap_bytes;
 }

@@ -37,12 +37,13 @@ RankLink::RankLink(const World& world, std::shared_ptr<const SymmetricSegment> s
   });
 }
 
-void RankLink::start_threads(int threads, std::size_t trace_events, std::function<void()> enter) {
-  if (trace_events != 0) {
-    traces_.reserve(static_cast<std::size_t>(threads));
-    for (int i = 0; i < threads; ++i) traces_.emplace_back(i, trace_events);
-    trace_bytes_ = traces_.size() * trace_events * sizeof(TraceEvent);
-  }
+void RankLink::record(int threads, std::size_t trace_events) {
+  traces_.reserve(static_cast<std::size_t>(threads));
+  for (int i = 0; i < threads; ++i) traces_.emplace_back(i, trace_events);
+  trace_bytes_ = traces_.size() * trace_events * sizeof(TraceEvent);
+}
+
+void RankLink::start_threads(int threads, std::function<void()> enter) {
   pool_ = std::make_unique<WorkerPool>(threads, std::move(enter));
 }
 

@@ -64,9 +64,10 @@ class RankLink {
 
   // ------------------------------------------------------------------------------------- threads
 
-  // Makes the rank's threads, which may fail. Each of them records `trace_events` events of a call
-  // at most; with 0 none is recorded. `enter`: see WorkerPool.
-  void start_threads(int threads, std::size_t trace_events, std::function<void()> enter);
+  // Each of `threads` threads records so many events of a call at most.
+  void record(int threads, std::size_t trace_events);
+  // Makes the rank's threads, which may fail. `enter`: see WorkerPool.
+  void start_threads(int threads, std::function<void()> enter);
   int num_threads() const { return pool_->size(); }
   // Runs body(i) on every thread of the rank, or on this one alone. The first exception ends call
   // number `epoch` for all ranks.
