@@ -3,8 +3,8 @@
 // matrix instruction (WGMMA) is not there on Blackwell.
 #pragma once
 
-#include "gpu/ptx/convert.cuh"
 #include "blackwell/gather4.cuh"
+#include "gpu/ptx/convert.cuh"
 #include "gpu/tile/load.cuh"
 #include "gpu/tile/store.cuh"
 
