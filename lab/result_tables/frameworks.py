@@ -57,7 +57,7 @@ def engines_table():
         groups.setdefault(tuple(row[k] for k in ("engine", "model", "dtype", "topology", "machine")), []).append(row)
     text = []
     for (engine, model, dtype, topology, machine), rows in groups.items():
-        # By what was measured, batch, prompt and backend.
+        # Keys are the measured field, the batch, the prompt and the backend.
         found = {(name, row["batch"], row["prompt"], row["backend"]): row
                  for name in heads for row in rows if name in row}
         points = sorted({key[:3] for key in found}, key=lambda p: (list(heads).index(p[0]), p[1:]))

@@ -21,7 +21,7 @@ struct LateRow {
   bool jitter = false;   // every rank is late by a random time up to late_us; else one is, by it
   double late_us = 0;    // that was asked for
   double prompt_us = 0;  // of a pass in which no rank is late
-  // From the late rank's start, or the last rank's, to the end of the others: in files
+  // Time from the late rank's start, or the last rank's, to the end of the others: in files
   // "after_start_us".
   double median_us = 0, p10_us = 0, p90_us = 0;
   std::int64_t repeats = 0;

@@ -16,7 +16,7 @@ from .errors import DTypeMismatch, InvalidArgument, ShapeMismatch
 # Outputs are of the kind of the inputs: checkers of types then know that a layer of tensors gives tensors.
 Array = TypeVar("Array")
 
-# By the numbers of dtypes.
+# Keys are the numbers of dtypes.
 DTYPE_NAMES = ["none", "f32", "f16", "bf16", "f8_e4m3", "i32", "i64", "u8", "f8_e8m0"]
 ITEM_SIZES = [0, 4, 2, 2, 1, 4, 8, 1, 1]
 _NAMES = {

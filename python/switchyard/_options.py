@@ -85,7 +85,7 @@ class Numerics:
         An even share of T tokens is T top_k / E, as in GShard, or T / E, as in FlashDMoE; rounded up
         with its factor.
     bad_ids : {"raise", "skip"}
-        What becomes of an id that no expert has, or that a token names twice: an error, or a slot
+        The effect of an id that no expert has, or that a token names twice: an error, or a slot
         that contributes nothing and counts in ``stats().bad_slots``.
     large_ids_are_none : bool
         Ids of num_experts or more mean "no expert", as -1 does.
@@ -127,7 +127,7 @@ class Placement:
     world : World, optional
         None: that of the workspace, or a world of one.
     num_experts : int, optional
-        Of all ranks. None: as many as w13 has, in a world of one.
+        Number of experts of all ranks. None: as many as w13 has, in a world of one.
     experts : sequence of int [places], optional
         The expert at each place, for experts that do not stand in shards, or more than once: after
         load balancing. Places are numbered over all ranks, rank r has those of
@@ -207,7 +207,7 @@ class Diagnostics:
         Keep the rows of each expert of so many last passes, for ``Experts.recording()``. 0: none, at no
         cost.
     name : str
-        Of the layer, as its recording has it.
+        The layer's name, as its recording has it.
 
     Raises
     ------
