@@ -3,7 +3,6 @@
 #include <fmt/core.h>
 
 #include <algorithm>
-#include <chrono>
 #include <cmath>
 #include <functional>
 #include <memory>
@@ -17,6 +16,7 @@
 #include "bench/load.h"
 #include "bench/measure.h"
 #include "bench/rotation.h"
+#include "bench/wall_clock.h"
 #include "gpu/device.h"
 #include "machine/description.h"
 #include "switchyard/error.h"
@@ -94,14 +94,7 @@ class HostPlace : public Place {
   }
   void set_rotation(const Rotation&) override {}
   std::vector<double> time(int repeat) override {
-    using Clock = std::chrono::steady_clock;
-    std::vector<double> times;
-    for (int i = 0; i < repeat; ++i) {
-      const Clock::time_point begin = Clock::now();
-      run_once();
-      times.push_back(std::chrono::duration<double, std::micro>(Clock::now() - begin).count());
-    }
-    return times;
+    return wall_times(repeat, [&] { run_once(); });
   }
   std::vector<double> time_graph(int) override { return {}; }
   bool has_graphs() const override { return false; }

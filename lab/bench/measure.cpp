@@ -3,7 +3,6 @@
 #include <fmt/core.h>
 
 #include <algorithm>
-#include <chrono>
 #include <cmath>
 #include <cstring>
 #include <functional>
@@ -14,6 +13,7 @@
 #include "base/convert.h"
 #include "base/plural.h"
 #include "bench/load.h"
+#include "bench/wall_clock.h"
 #include "gpu/device.h"
 #include "run/devices.h"
 #include "run/ranks.h"
@@ -125,14 +125,7 @@ class HostPlace : public LayerBench::Place {
   }
   void set_rotation(const Rotation&) override {}
   std::vector<double> time(int repeat) override {
-    using Clock = std::chrono::steady_clock;
-    std::vector<double> times;
-    for (int i = 0; i < repeat; ++i) {
-      const Clock::time_point begin = Clock::now();
-      layer_.forward(input_, plain_output());
-      times.push_back(std::chrono::duration<double, std::micro>(Clock::now() - begin).count());
-    }
-    return times;
+    return wall_times(repeat, [&] { layer_.forward(input_, plain_output()); });
   }
   std::vector<double> time_graph(int) override { return {}; }
   bool has_graphs() const override { return false; }

@@ -3,7 +3,6 @@
 #include <fmt/core.h>
 
 #include <algorithm>
-#include <chrono>
 #include <cmath>
 #include <limits>
 #include <memory>
@@ -19,6 +18,7 @@
 #include "bench/load.h"
 #include "bench/suite.h"
 #include "bench/tune_subjects.h"
+#include "bench/wall_clock.h"
 #include "machine/description.h"
 #include "machine/host.h"
 #include "switchyard/error.h"
@@ -63,18 +63,11 @@ Timing timing_of(const std::vector<double>& times) {
 }
 
 std::vector<double> time_on_host(TuneSubject& subject, int repeat) {
-  using Clock = std::chrono::steady_clock;
-  const auto once = [&] {
-    const Clock::time_point begin = Clock::now();
-    subject.run(0);
-    return std::chrono::duration<double, std::micro>(Clock::now() - begin).count();
-  };
-  const double pilot = once();
+  const auto run = [&] { subject.run(0); };
+  const double pilot = wall_times(1, run).front();
   const int chosen = static_cast<int>(
       std::clamp(kHostRoundUs / std::max(pilot, 1.0), kLeastHostRepeats, kMostHostRepeats));
-  std::vector<double> times(static_cast<std::size_t>(repeat > 0 ? repeat : chosen));
-  std::generate(times.begin(), times.end(), once);
-  return times;
+  return wall_times(repeat > 0 ? repeat : chosen, run);
 }
 
 // `best_us`: of other configurations; infinity if there are none yet.
