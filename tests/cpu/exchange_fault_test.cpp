@@ -40,24 +40,18 @@ const ExchangeBatch& fault_batch() {
   return batch;
 }
 
-// A rank's exchange and arrays, for round after round.
-struct Player {
-  int rank;
-  Exchange exchange;
-  ExchangeHandle handle = exchange.make_handle();
-  ExchangeArrays got{exchange.spec(), exchange.own_places(), exchange.rows_needed()};
-
-  Player(const World& world, const ExchangeOptions& options = {})
-      : rank(world.rank()), exchange(world, fault_spec(), options) {}
-  void dispatch() { exchange.dispatch(input_of(fault_batch(), rank), got.output(), handle); }
+struct Player : HostPlayer {
+  explicit Player(const World& its_world, const ExchangeOptions& options = {})
+      : HostPlayer(its_world, fault_spec(), 1, options) {
+    load(fault_batch());
+  }
   void combine() {
-    const Matrix y = results_of(fault_batch(), got);
-    Matrix out(40, 16, DType::kF32);
-    exchange.combine({y.view()}, output_of(out), handle);
-    wrong_sums(fault_batch(), rank, out);
+    upload_results(fault_batch(), got());
+    enqueue_combine(DType::kF32);
+    wrong_sums(fault_batch(), rank, sums(fault_batch(), DType::kF32));
   }
   void round() {
-    dispatch();
+    enqueue_dispatch();
     combine();
   }
 };
@@ -128,8 +122,8 @@ TEST_P(ExchangeStall, EveryOtherRankNamesTheStalledOne) {
     if (!stalls) {
       EXPECT_EQ(phase, GetParam().phase);
       // And again, of every call.
-      blame_of(kStopped, [&] { player.dispatch(); });
-      blame_of(kStopped, [&] { player.exchange.check(); });
+      blame_of(kStopped, [&] { player.enqueue_dispatch(); });
+      blame_of(kStopped, [&] { player.made.check(); });
       if (++others == kRanks - 1) gate.open();
     }
   });
@@ -158,7 +152,7 @@ TEST(ExchangeFault, ARankDoesNotReturnResults) {
   std::vector<World> worlds = World::threads(kRanks, options_of());
   test::run_threads(worlds, [&](World& world) {
     Player player(world);
-    player.dispatch();
+    player.enqueue_dispatch();
     if (world.rank() == kStopped) return;
     EXPECT_EQ(blame_of(kStopped, [&] { player.combine(); }), "combine");
   });

@@ -17,12 +17,7 @@ constexpr int kBatches = 48;
 // Every wait has a deadline of its own; this one only ends a test whose deadlines do not work.
 constexpr std::chrono::minutes kHang{9};
 
-std::uint64_t scramble(std::uint64_t x) {
-  x += 0x9e3779b97f4a7c15u;
-  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
-  x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
-  return x ^ (x >> 31);
-}
+using test::scramble;
 
 struct Script {
   ExchangeSpec spec;
@@ -50,15 +45,7 @@ struct Script {
   int play(const World& world, std::uint64_t rounds) const {
     ExchangeOptions options;
     options.num_threads = world.rank() == 0 ? 2 : 1;
-    options.on_step = [this](const ProtocolStep& step) {
-      thread_local std::uint64_t state = static_cast<std::uint64_t>(step.rank) * 7919 + seed;
-      state = scramble(state);
-      if (state % 64 == 0) {
-        std::this_thread::sleep_for(std::chrono::microseconds(state / 64 % 100));
-      } else if (state % 16 == 0) {
-        std::this_thread::yield();
-      }
-    };
+    options.on_step = test::random_delays(seed);
     Exchange exchange(world, spec, options);
     struct Slot {
       ExchangeHandle handle;

@@ -218,13 +218,6 @@ TEST(LateRank, ADeadRankIsNamed) {
   }
 }
 
-std::uint64_t scramble(std::uint64_t x) {
-  x += 0x9e3779b97f4a7c15u;
-  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
-  x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
-  return x ^ (x >> 31);
-}
-
 // Passes back to back in which every rank has a random number of tokens and comes a random time
 // late. Each output is compared with what one rank computes alone.
 TEST(LateSoak, RandomLatenessAndSizes) {
@@ -240,7 +233,7 @@ TEST(LateSoak, RandomLatenessAndSizes) {
     std::vector<std::int64_t> counts;
     std::int64_t total = 0;
     for (std::uint64_t r = 0; r < kRanks; ++r) {
-      const std::uint64_t roll = scramble(seed * kBatches * kRanks + b * kRanks + r);
+      const std::uint64_t roll = test::scramble(seed * kBatches * kRanks + b * kRanks + r);
       counts.push_back(roll % 5 == 0 ? 0 : static_cast<std::int64_t>(roll / 5 % 150));
       total += counts.back();
     }
@@ -265,8 +258,8 @@ TEST(LateSoak, RandomLatenessAndSizes) {
     };
     MoeLayer layer(world, spec, weights, options);
     for (std::uint64_t pass = 0; pass < passes; ++pass) {
-      const std::size_t b = scramble(seed ^ pass) % kBatches;
-      const std::uint64_t roll = scramble(seed + pass * kRanks + r);
+      const std::size_t b = test::scramble(seed ^ pass) % kBatches;
+      const std::uint64_t roll = test::scramble(seed + pass * kRanks + r);
       if (roll % 4 == 0) {
         std::this_thread::sleep_for(microseconds(roll / 4 % (roll % 64 == 0 ? 3000 : 300)));
       }

@@ -85,26 +85,7 @@ TEST_F(GpuHosts, GraphsAreReplayedWithOtherRouting) {
   }
   require_nothing_thrown(test::run_over_chaos({{1, 1}}, [&](World world) {
     Player player(world, spec);
-    player.arrays().load(batches[0], world.rank());
-    gpu::Graph dispatch = gpu::Graph::capture(*player.stream, [&] { player.enqueue_dispatch(); });
-    gpu::Graph both = gpu::Graph::capture(*player.stream, [&] {
-      player.enqueue_dispatch();
-      player.enqueue_combine(DType::kF32);
-    });
-    dispatch.launch(*player.stream);
-    both.launch(*player.stream);
-    player.stream->synchronize();
-    world.barrier();
-    for (const ExchangeBatch& batch : batches) {
-      player.arrays().load(batch, world.rank());
-      player.arrays().poison(player.spec(), player.own());
-      dispatch.launch(*player.stream);
-      const ExchangeArrays got = player.got();
-      wrong_rows(batch, world.rank(), spec.layout, got);
-      player.upload_results(batch, got);
-      for (int i = 0; i < 5; ++i) both.launch(*player.stream);
-      wrong_sums(batch, world.rank(), player.sums(batch, DType::kF32));
-    }
+    check_graphs(player, batches);
   }));
 }
 
