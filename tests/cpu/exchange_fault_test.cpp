@@ -58,41 +58,14 @@ struct Player : HostPlayer {
 
 // Expects TimeoutError that blames `peer`; returns its phase.
 std::string blame_of(int peer, const std::function<void()>& call) {
-  try {
-    call();
-  } catch (const TimeoutError& error) {
-    EXPECT_EQ(error.failure().peer_rank, peer) << error.what();
-    EXPECT_THAT(error.what(), HasSubstr("exchange"));
-    return error.failure().phase;
-  } catch (const Error& error) {
-    ADD_FAILURE() << "not a TimeoutError: " << error.what();
-    return "";
-  }
-  ADD_FAILURE() << "nothing was thrown";
-  return "";
+  const test::Blame blame = test::blame_of(peer, call);
+  EXPECT_THAT(blame.words, HasSubstr("exchange"));
+  return blame.failure.phase;
 }
 
 WorldOptions options_of(const std::string& rendezvous = "") {
   return test::with_deadline(kDeadline, rendezvous);
 }
-
-class Gate {
- public:
-  void wait() {
-    std::unique_lock lock(mutex_);
-    opened_.wait(lock, [this] { return open_; });
-  }
-  void open() {
-    const std::lock_guard lock(mutex_);
-    open_ = true;
-    opened_.notify_all();
-  }
-
- private:
-  std::mutex mutex_;
-  std::condition_variable opened_;
-  bool open_ = false;
-};
 
 struct Stop {
   Kind kind;
@@ -102,7 +75,7 @@ struct Stop {
 class ExchangeStall : public ::testing::TestWithParam<Stop> {};
 
 TEST_P(ExchangeStall, EveryOtherRankNamesTheStalledOne) {
-  Gate gate;
+  test::Gate gate;
   std::atomic<int> others{0};
   std::vector<World> worlds = World::threads(kRanks, options_of());
   test::run_threads(worlds, [&](World& world) {
@@ -139,8 +112,7 @@ INSTANTIATE_TEST_SUITE_P(Steps, ExchangeStall,
                                            Stop{Kind::kCombine, "counts"}));
 
 TEST(ExchangeFault, ARankSkipsACall) {
-  std::vector<World> worlds = World::threads(kRanks, options_of());
-  test::run_threads(worlds, [&](World& world) {
+  test::run_threads(World::threads(kRanks, options_of()), [&](World& world) {
     Player player(world);
     player.round();
     if (world.rank() == kStopped) return;
@@ -149,8 +121,7 @@ TEST(ExchangeFault, ARankSkipsACall) {
 }
 
 TEST(ExchangeFault, ARankDoesNotReturnResults) {
-  std::vector<World> worlds = World::threads(kRanks, options_of());
-  test::run_threads(worlds, [&](World& world) {
+  test::run_threads(World::threads(kRanks, options_of()), [&](World& world) {
     Player player(world);
     player.enqueue_dispatch();
     if (world.rank() == kStopped) return;
@@ -159,8 +130,7 @@ TEST(ExchangeFault, ARankDoesNotReturnResults) {
 }
 
 TEST(ExchangeFault, ADeadlineOfItsOwn) {
-  std::vector<World> worlds = World::threads(2, test::with_deadline(test::kGenerous));
-  test::run_threads(worlds, [&](World& world) {
+  test::run_threads(World::threads(2, test::with_deadline(test::kGenerous)), [&](World& world) {
     ExchangeOptions options;
     options.deadline = kDeadline;
     ExchangeSpec spec = fault_spec();
@@ -175,34 +145,35 @@ TEST(ExchangeFault, ADeadlineOfItsOwn) {
 }
 
 TEST(ExchangeFault, AbortIsToldAtOnce) {
-  std::vector<World> worlds = World::threads(kRanks, test::with_deadline(test::kGenerous));
-  test::run_threads(worlds, [&](World& world) {
-    Player player(world);
-    player.round();
-    const auto start = test::Clock::now();
-    if (world.rank() == kStopped) world.abort();
-    EXPECT_EQ(blame_of(kStopped, [&] { player.round(); }), "abort");
-    EXPECT_LT(test::since(start), test::kAtOnce);
-  });
+  test::run_threads(World::threads(kRanks, test::with_deadline(test::kGenerous)),
+                    [&](World& world) {
+                      Player player(world);
+                      player.round();
+                      const auto start = test::Clock::now();
+                      if (world.rank() == kStopped) world.abort();
+                      EXPECT_EQ(blame_of(kStopped, [&] { player.round(); }), "abort");
+                      EXPECT_LT(test::since(start), test::kAtOnce);
+                    });
 }
 
 TEST(ExchangeFault, AHookThatThrowsEndsTheCallOnAllRanks) {
-  std::vector<World> worlds = World::threads(kRanks, test::with_deadline(test::kGenerous));
-  test::run_threads(worlds, [&](World& world) {
-    ExchangeOptions options;
-    const bool throws = world.rank() == kStopped;
-    if (throws) {
-      options.on_step = [](const ProtocolStep& step) {
-        if (step.kind == Kind::kArrived && step.epoch == 3) throw std::runtime_error("no more");
-      };
-    }
-    Player player(world, options);
-    player.round();
-    if (throws) {
-      EXPECT_THROW(player.round(), std::runtime_error);
-    }
-    EXPECT_EQ(blame_of(kStopped, [&] { player.round(); }), "experts");
-  });
+  test::run_threads(World::threads(kRanks, test::with_deadline(test::kGenerous)),
+                    [&](World& world) {
+                      ExchangeOptions options;
+                      const bool throws = world.rank() == kStopped;
+                      if (throws) {
+                        options.on_step = [](const ProtocolStep& step) {
+                          if (step.kind == Kind::kArrived && step.epoch == 3)
+                            throw std::runtime_error("no more");
+                        };
+                      }
+                      Player player(world, options);
+                      player.round();
+                      if (throws) {
+                        EXPECT_THROW(player.round(), std::runtime_error);
+                      }
+                      EXPECT_EQ(blame_of(kStopped, [&] { player.round(); }), "experts");
+                    });
 }
 
 #if !defined(__SANITIZE_THREAD__)

@@ -124,7 +124,7 @@ TEST(ExchangeSoak, TwoThreadsBlocked) {
 TEST(ExchangeSoak, Processes) {
   const Script script(4, true, RowLayout::packed());
   const std::string rendezvous = test::fresh_rendezvous();
-  const std::vector<int> codes = test::run_processes(
+  test::expect_processes(
       script.ranks,
       [&](int rank) {
         const World world =
@@ -132,7 +132,6 @@ TEST(ExchangeSoak, Processes) {
         EXPECT_EQ(script.play(world, epochs() / 2), 0);
       },
       std::chrono::duration_cast<test::milliseconds>(kHang));
-  EXPECT_EQ(codes, std::vector<int>(4, 0));
 }
 #endif
 

@@ -26,8 +26,7 @@ template <typename Player>
 std::vector<Matrix> check_round_trip(const ExchangeBatch& batch, DType dtype = DType::kF32,
                                      const ExchangeOptions& options = {}) {
   std::vector<Matrix> sums(static_cast<std::size_t>(batch.ranks), Matrix(0, 1, dtype));
-  std::vector<World> worlds = Player::worlds(batch.ranks);
-  test::run_threads(worlds, [&](World& world) {
+  test::run_threads(Player::worlds(batch.ranks), [&](World& world) {
     Player player(world, batch.spec, 1, options);
     sums[static_cast<std::size_t>(world.rank())] = player.round(batch, dtype);
     EXPECT_EQ(player.handle.tokens(), batch.count(world.rank()));
@@ -155,8 +154,7 @@ TYPED_TEST_P(ExchangeOf, HandlesAreUsedAgain) {
     const ExchangeBatch a(spec, 3, DType::kBF16, 1, {11, 20, 0});
     const ExchangeBatch b(spec, 3, DType::kBF16, 2);
     const ExchangeBatch c(spec, 3, DType::kBF16, 3, {11, 20, 0});  // its tokens, with a's ids
-    std::vector<World> worlds = TypeParam::worlds(3);
-    test::run_threads(worlds, [&](World& world) {
+    test::run_threads(TypeParam::worlds(3), [&](World& world) {
       TypeParam player(world, spec, 3);
       ExchangeHandle second = player.exchange().make_handle();
       EXPECT_FALSE(player.handle.dispatched());
@@ -194,8 +192,7 @@ TYPED_TEST_P(ExchangeOf, RanksThatReuseDifferentHandlesAreTold) {
   const ExchangeSpec spec = small_exchange<TypeParam>();
   const ExchangeBatch batch(spec, 2, DType::kBF16, 1, {5, 6});
   for (const bool other_is_fresh : {true, false}) {
-    std::vector<World> worlds = TypeParam::worlds(2);
-    test::run_threads(worlds, [&](World& world) {
+    test::run_threads(TypeParam::worlds(2), [&](World& world) {
       TypeParam player(world, spec);
       ExchangeHandle other = player.exchange().make_handle();
       world.barrier();
@@ -236,8 +233,7 @@ TYPED_TEST_P(ExchangeOf, BytesThatCross) {
   }
   for (const bool pre_sum : {false, true}) {
     batch.spec.pre_sum = pre_sum;
-    std::vector<World> worlds = TypeParam::worlds(2);
-    test::run_threads(worlds, [&](World& world) {
+    test::run_threads(TypeParam::worlds(2), [&](World& world) {
       TypeParam player(world, batch.spec);
       player.round(batch);
       constexpr unsigned kRowBytes = TypeParam::kHidden * 2;
