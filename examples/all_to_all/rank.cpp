@@ -71,11 +71,7 @@ std::size_t bytes_needed(const Case& problem, int ranks) {
 }
 
 SymmetricHeapOptions heap_options(const RankOptions& options) {
-  SymmetricHeapOptions heap;
-  heap.backend = options.backend;
-  heap.device = options.device;
-  heap.deadline = options.deadline;
-  return heap;
+  return {.backend = options.backend, .device = options.device, .deadline = options.deadline};
 }
 
 }  // namespace

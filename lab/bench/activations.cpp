@@ -6,12 +6,8 @@ namespace switchyard::bench {
 
 std::vector<std::byte> random_activations(DType dtype, std::int64_t tokens, std::int64_t columns,
                                           std::uint64_t key) {
-  RandomTensor tensor;
-  tensor.dtype = dtype;
-  tensor.rows = tokens;
-  tensor.cols = columns;
-  tensor.deviation = 1;
-  tensor.key = key;
+  const RandomTensor tensor{
+      .dtype = dtype, .rows = tokens, .cols = columns, .deviation = 1, .key = key};
   std::vector<std::byte> values(tensor.data_bytes());
   fill(tensor, values.data());
   return values;

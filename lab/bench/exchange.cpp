@@ -46,14 +46,13 @@ struct RankTimes {
 };
 
 ExchangeSpec spec_of(const ExchangePoint& point, bool pre_sum) {
-  ExchangeSpec spec;
-  spec.hidden = point.hidden;
-  spec.num_experts = point.experts;
-  spec.top_k = point.top_k;
-  spec.max_tokens = static_cast<int>(point.tokens);
-  spec.dispatch = point.dtype;
-  spec.combine = kResults;
-  spec.pre_sum = pre_sum;
+  ExchangeSpec spec{.hidden = point.hidden,
+                    .num_experts = point.experts,
+                    .top_k = point.top_k,
+                    .max_tokens = static_cast<int>(point.tokens),
+                    .dispatch = point.dtype,
+                    .combine = kResults,
+                    .pre_sum = pre_sum};
   if (pre_sum) spec.weights = CombineWeights::kBySender;
   return spec;
 }
@@ -143,8 +142,7 @@ class RankPlace {
   };
 
   static ExchangeOptions options_of(int rank, Backend backend) {
-    ExchangeOptions options;
-    options.backend = backend;
+    ExchangeOptions options{.backend = backend};
     if (backend == Backend::kCuda) {
       options.device = rank % gpu::device_count();
       gpu::set_device(options.device);

@@ -23,8 +23,7 @@ FloorChoice choose_floor(const std::string& gpu, int num_gpus, int ranks, DType 
                         "each rank its own",
                         plural(ranks, "rank"), plural(num_gpus, "GPU"))};
   }
-  FloorChoice choice;
-  choice.facts = given ? std::move(given) : machine::known_gpu_facts(gpu);
+  FloorChoice choice{.facts = given ? std::move(given) : machine::known_gpu_facts(gpu)};
   if (!choice.facts) {
     choice.why_not = fmt::format(
         "no floor: the roofs of {} are not known here; measure them, write them to a file as "

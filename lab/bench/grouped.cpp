@@ -24,10 +24,7 @@ namespace switchyard::bench {
 namespace {
 
 GroupedGemmSpec spec_of(const GroupedOperands& operands, bool swiglu) {
-  GroupedGemmSpec spec;
-  spec.num_experts = operands.experts;
-  spec.n = operands.n;
-  spec.k = operands.k;
+  GroupedGemmSpec spec{.num_experts = operands.experts, .n = operands.n, .k = operands.k};
   if (swiglu) spec.epilogue = Activation{ActivationKind::kSilu, true};
   return spec;
 }
@@ -47,11 +44,8 @@ std::size_t output_bytes(const GroupedOperands& operands, const GroupedGemmSpec&
 
 GroupedGemm make_gemm(const GroupedOperands& operands, const GroupedOperands::Addresses& at,
                       bool swiglu, Backend backend) {
-  GroupedGemmWeights weights;
-  weights.matrices = operands.matrices(at);
-  GroupedGemmOptions options;
-  options.backend = backend;
-  options.max_rows = static_cast<int>(operands.rows);
+  const GroupedGemmWeights weights{.matrices = operands.matrices(at)};
+  const GroupedGemmOptions options{.backend = backend, .max_rows = static_cast<int>(operands.rows)};
   return {spec_of(operands, swiglu), weights, options};
 }
 
@@ -66,13 +60,9 @@ class HostPlace : public Place {
   }
   void poison_output() override { std::fill(output_.begin(), output_.end(), std::byte{kPoison}); }
   void run_once() override {
-    GroupedInput input;
-    input.x = operands_.first_rows(operands_.here(), ends_.back());
-    input.ends = ends_;
-    GroupedOutput output;
-    output.data = output_.data();
-    output.dtype = operands_.output_dtype();
-    gemm_.run(input, output);
+    const GroupedInput input{.x = operands_.first_rows(operands_.here(), ends_.back()),
+                             .ends = ends_};
+    gemm_.run(input, {.data = output_.data(), .dtype = operands_.output_dtype()});
   }
   std::vector<double> time(int repeat) override {
     return wall_times(repeat, [&] { run_once(); });
@@ -165,10 +155,8 @@ class GpuPlace : public Place {
     input.x = operands_.first_rows({nullptr, x_.data(), nullptr, floats(x_scales_)}, rows_);
     input.ends = {ends_.data(), DType::kI32, static_cast<std::size_t>(operands_.experts)};
     input.stream = stream_.handle();
-    GroupedOutput output;
-    output.data = output_.data();
-    output.dtype = operands_.output_dtype();
-    output.rows = rows_;
+    const GroupedOutput output{
+        .data = output_.data(), .dtype = operands_.output_dtype(), .rows = rows_};
     copies_[copy]->gemm.run(input, output);
   }
   void run_calls() {
@@ -220,8 +208,7 @@ Timed time_point(Place& place, const GroupedOperands& operands, const GroupedPoi
 }
 
 machine::Load load_of(const GroupedOperands& operands, std::span<const std::int32_t> ends) {
-  machine::Load load;
-  load.flops = 2.0 * ends.back() * operands.n * operands.k;
+  machine::Load load{.flops = 2.0 * ends.back() * operands.n * operands.k};
   for (std::size_t e = 0; e < ends.size(); ++e) {
     if (ends[e] > (e == 0 ? 0 : ends[e - 1])) load.touched_bytes += operands.matrix_bytes();
   }

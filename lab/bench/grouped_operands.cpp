@@ -44,15 +44,13 @@ void for_all(std::int64_t count, const std::function<void(std::int64_t)>& body) 
 
 RandomTensor random_tensor(TensorRole role, std::uint64_t seed, std::int64_t number, DType dtype,
                            std::int64_t rows, std::int64_t cols, float deviation) {
-  RandomTensor tensor;
-  tensor.role = role;
-  tensor.dtype = dtype;
-  tensor.rows = rows;
-  tensor.cols = cols;
-  tensor.deviation = deviation;
-  tensor.key = mix64(mix64(seed ^ (static_cast<std::uint64_t>(role) << 32)) +
-                     static_cast<std::uint64_t>(number));
-  return tensor;
+  return {.role = role,
+          .dtype = dtype,
+          .rows = rows,
+          .cols = cols,
+          .deviation = deviation,
+          .key = mix64(mix64(seed ^ (static_cast<std::uint64_t>(role) << 32)) +
+                       static_cast<std::uint64_t>(number))};
 }
 
 void quantise_row(std::span<const float> values, std::byte* codes, float* scales) {

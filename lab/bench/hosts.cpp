@@ -131,10 +131,7 @@ class Session {
     }
   }
   [[noreturn]] void give_up(int peer) const {
-    WaitFailure failure;
-    failure.waiter_rank = rank();
-    failure.peer_rank = peer;
-    failure.phase = "link";
+    const WaitFailure failure{.waiter_rank = rank(), .peer_rank = peer, .phase = "link"};
     throw TimeoutError(ErrorCode::kTimeout,
                        fmt::format("rank {} did not answer within {} ms; {}", peer,
                                    world_.deadline().count(), world_.fabric().liveness(peer)),
@@ -201,17 +198,13 @@ class Session {
   // Experts return what they get, so that a token's sum is the token times the sum of its weights.
   // Measures dispatch and combine; `summed`: with sums per host.
   std::pair<Measured, Measured> measure_exchange(std::int64_t tokens, bool summed = false) const {
-    ExchangeSpec spec;
-    spec.hidden = options_.hidden;
-    spec.num_experts = options_.experts;
-    spec.top_k = options_.top_k;
-    spec.max_tokens = static_cast<int>(tokens);
-    spec.pre_sum_per_host = summed;
+    ExchangeSpec spec{.hidden = options_.hidden,
+                      .num_experts = options_.experts,
+                      .top_k = options_.top_k,
+                      .max_tokens = static_cast<int>(tokens),
+                      .pre_sum_per_host = summed};
     if (summed) spec.weights = CombineWeights::kBySender;
-    ExchangeOptions how;
-    how.backend = options_.backend;
-    how.device = options_.device;
-    Exchange exchange(world_, spec, how);
+    Exchange exchange(world_, spec, {.backend = options_.backend, .device = options_.device});
     ExchangeHandle handle = exchange.make_handle();
     const auto hidden = static_cast<std::size_t>(spec.hidden);
     const RankTokens mine = tokens_of_rank(tokens);
@@ -223,14 +216,11 @@ class Session {
     input.tokens = {x.as<std::uint16_t>(), DType::kBF16, tokens, spec.hidden, spec.hidden};
     input.ids = SlotView(ids.as<std::int32_t>(), mine.routing.ids.size());
     input.weights = SlotView(weights.as<float>(), mine.routing.weights.size());
-    DispatchOutput received;
-    received.rows = rows.as<std::byte>();
-    received.capacity = exchange.rows_needed();
+    DispatchOutput received{.rows = rows.as<std::byte>(), .capacity = exchange.rows_needed()};
     CombineInput results;
     results.rows = {rows.as<std::byte>(), DType::kBF16, exchange.rows_needed(), spec.hidden,
                     spec.hidden};
-    CombineOutput output;
-    output.data = y.as<std::byte>();
+    CombineOutput output{.data = y.as<std::byte>()};
     input.stream = received.stream = results.stream = output.stream =
         stream ? stream->handle() : nullptr;
 
@@ -249,12 +239,10 @@ class Session {
   }
 
   LayerSpec layer_spec() const {
-    LayerSpec spec;
-    spec.hidden = options_.hidden;
-    spec.intermediate = options_.intermediate;
-    spec.num_experts = options_.experts;
-    spec.top_k = options_.top_k;
-    return spec;
+    return {.hidden = options_.hidden,
+            .intermediate = options_.intermediate,
+            .num_experts = options_.experts,
+            .top_k = options_.top_k};
   }
 
   // Stages, and whether they have sums per host.
@@ -283,12 +271,10 @@ class Session {
     input.topk_ids = SlotView(ids.as<std::int32_t>(), mine.routing.ids.size());
     input.topk_weights = SlotView(weights_of_ids.as<float>(), mine.routing.weights.size());
     input.stream = stream->handle();
-    ForwardOutput output;
-    output.data = y.as<std::byte>();
-    LayerOptions how;
-    how.backend = options_.backend;
-    how.device = options_.device;
-    how.max_tokens = static_cast<int>(tokens);
+    const ForwardOutput output{.data = y.as<std::byte>()};
+    LayerOptions how{.backend = options_.backend,
+                     .max_tokens = static_cast<int>(tokens),
+                     .device = options_.device};
     std::vector<std::uint16_t> expected;
     {
       LayerOptions alone = how;

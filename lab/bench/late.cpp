@@ -96,9 +96,7 @@ struct Problem {
     return static_cast<std::size_t>(tokens * spec.hidden) * size_of(dtype());
   }
   LayerOptions options() const {
-    LayerOptions o;
-    o.max_tokens = static_cast<int>(tokens);
-    o.compute = compute;
+    LayerOptions o{.max_tokens = static_cast<int>(tokens), .compute = compute};
     if (policy == Policy::kWaits) o.patience = kForEver;
     return o;
   }
@@ -143,9 +141,7 @@ class LateRank {
     ForwardInput input;
     input.activations = {x_.as<std::byte>(), problem_.dtype(), problem_.tokens,
                          problem_.spec.hidden, problem_.spec.hidden};
-    ForwardOutput output;
-    output.data = y_.as<std::byte>();
-    output.dtype = problem_.dtype();
+    ForwardOutput output{.data = y_.as<std::byte>(), .dtype = problem_.dtype()};
     output.topk_ids = {ids_.as<std::int32_t>(), problem_.slots()};
     if (device_) input.stream = device_->stream.handle();
     if (last) tasks_.last_started = false;

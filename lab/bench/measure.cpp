@@ -59,10 +59,7 @@ constexpr std::int64_t kVerifiedTokens = 4;
 constexpr std::size_t kLaunchesInFlight = 256;
 
 LayerOptions layer_options(DType compute, std::int64_t max_tokens) {
-  LayerOptions o;
-  o.max_tokens = static_cast<int>(max_tokens);
-  o.compute = compute;
-  return o;
+  return {.max_tokens = static_cast<int>(max_tokens), .compute = compute};
 }
 
 LayerOptions layer_options(DType compute, std::int64_t max_tokens, const MeasureOptions& options,
@@ -204,9 +201,7 @@ class GpuRank {
   RunResult download() {
     stream_.synchronize();
     const LayerSpec& spec = source_.spec;
-    RunResult result;
-    result.backend = Backend::kCuda;
-    result.output_dtype = dtype_;
+    RunResult result{.backend = Backend::kCuda, .output_dtype = dtype_};
     result.output.resize(output_bytes(spec, tokens_, dtype_));
     result.topk_ids.resize(num_slots(spec, tokens_));
     result.topk_weights.resize(num_slots(spec, tokens_));
@@ -217,12 +212,7 @@ class GpuRank {
   }
 
  private:
-  ForwardOutput plain_output() {
-    ForwardOutput output;
-    output.data = output_.data();
-    output.dtype = dtype_;
-    return output;
-  }
+  ForwardOutput plain_output() { return {.data = output_.data(), .dtype = dtype_}; }
 
   void add_copies(std::size_t count) {
     while (layers_.size() < count) {

@@ -24,10 +24,7 @@ namespace {
 // copies its own experts from here.
 run::Source make_source(const BenchLayer& layer, DType dtype, std::uint64_t seed,
                         LayerObserver& observer) {
-  run::Source source;
-  source.name = layer.model;
-  source.spec = layer.spec;
-  source.dtype = dtype;
+  run::Source source{.name = layer.model, .spec = layer.spec, .dtype = dtype};
   GenerateOptions generation;
   generation.progress = [&](std::uint64_t done, std::uint64_t total) {
     observer.generating(layer.model, done, total);

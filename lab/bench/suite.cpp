@@ -46,9 +46,7 @@ BenchLayer layer_named(std::string_view name, const ConfigOverrides& overrides) 
 
 // All suites compute in the type of the weights.
 BenchPlan plan_in(DType dtype) {
-  BenchPlan plan;
-  plan.dtype = dtype;
-  plan.compute = dtype;
+  BenchPlan plan{.dtype = dtype, .compute = dtype};
   plan.dtypes = {dtype};
   return plan;
 }
@@ -80,9 +78,7 @@ BenchPlan one_gpu_fp8_more() {
 BenchPlan thesis() {
   BenchPlan plan = plan_in(DType::kBF16);
   for (const int experts : {16, 32, 64, 128}) {
-    ConfigOverrides overrides;
-    overrides.num_experts = experts;
-    plan.layers.push_back(bench_layer("thesis", overrides));
+    plan.layers.push_back(bench_layer("thesis", {.num_experts = experts}));
   }
   plan.tokens = {1024, 2048, 4096, 8192};
   plan.betas = {1};

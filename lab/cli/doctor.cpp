@@ -192,22 +192,14 @@ constexpr int kTinyTokens = 48;
 Finding check_layer(const std::string& name, Backend backend, DType compute, int num_ranks) {
   const char* const remedy = "report this with the output of 'switchyard doctor --json'";
   try {
-    SourceOptions source_options;
-    source_options.model = kTinyModel;
-    source_options.dtype = compute;
+    SourceOptions source_options{.model = kTinyModel, .dtype = compute};
     source_options.overrides.num_experts = kTinyExperts;
     source_options.overrides.hidden = kTinySize;
     source_options.overrides.intermediate = kTinySize;
     const Source source = load_source(source_options, 1, false);
-    run::BatchOptions batch_options;
-    batch_options.tokens = kTinyTokens;
-    const run::Batch batch = run::make_batch(batch_options, source, value_type(compute));
-    run::RankOptions ranks;
-    ranks.backend = backend;
-    ranks.ranks = num_ranks;
-    ranks.compute = compute;
-    ranks.repeat = 1;
-    const run::RunResult result = run::run_as_threads(source, batch, ranks);
+    const run::Batch batch = run::make_batch({.tokens = kTinyTokens}, source, value_type(compute));
+    const run::RunResult result = run::run_as_threads(
+        source, batch, {.backend = backend, .ranks = num_ranks, .compute = compute, .repeat = 1});
     const run::Verification v = run::verify(source, batch, result, compute);
     return check(name, v.ok(),
                  fmt::format("{}, error {:.1e} with a bound of {:.1e}", plural(num_ranks, "rank"),
@@ -244,8 +236,7 @@ Finding check_processes() {
       "see the messages above; ranks that are threads (--ranks) do without processes";
   try {
     const auto text = [](int number) { return std::to_string(number); };
-    LaunchOptions options;
-    options.num_ranks = 2;
+    LaunchOptions options{.num_ranks = 2};
     options.command = {machine::own_executable(),
                        "run",
                        "--model",

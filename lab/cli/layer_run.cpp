@@ -175,8 +175,8 @@ LayerRun run_layer(LayerRunOptions& options, bool show_progress) {
                        options.ranks.late->count()));
   }
   options.batch.seed = options.source.seed;
-  LayerRun run;
-  run.source = load_source(options.source, as_process ? ranks : 1, leads && show_progress);
+  LayerRun run{.source =
+                   load_source(options.source, as_process ? ranks : 1, leads && show_progress)};
   if (options.capacity_factor) {
     run.source.spec.capacity_factor = static_cast<float>(*options.capacity_factor);
     if (options.capacity_of_tokens) run.source.spec.capacity_rule = CapacityRule::kTokens;

@@ -325,8 +325,7 @@ Json verification_json(const Verification& v) {
 
 MachineRates measure_rates(const Source& source, const Batch& batch, const RunResult& result,
                            DType compute) {
-  MachineRates rates;
-  rates.gemm_dtype = cpu::gemm_dtype(compute);
+  MachineRates rates{.gemm_dtype = cpu::gemm_dtype(compute)};
   const auto shares = run::all_share_sizes(batch.tokens(), result.ranks);
   const std::vector<machine::TileProduct> products =
       cpu::layer_products(source.spec, result.tokens_per_expert, shares);

@@ -55,9 +55,7 @@ std::uint64_t row_bytes(const LayerSpec& spec, DType compute) {
 
 void write_trace(const TraceOptions& options, const std::filesystem::path& path,
                  const LayerRun& run, const char* unit) {
-  trace::ChromeTraceOptions chrome;
-  chrome.title = run.source.name;
-  chrome.unit = unit;
+  trace::ChromeTraceOptions chrome{.title = run.source.name, .unit = unit};
   if (run.result->ranks > 1) chrome.row_bytes = row_bytes(run.source.spec, options.ranks.compute);
   std::ostringstream text;
   trace::write_chrome_trace(text, run.result->traces, chrome);

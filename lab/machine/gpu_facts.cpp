@@ -113,8 +113,7 @@ GpuFacts parse_gpu_facts(std::string_view text, const std::string& source) {
   const Json json = parse(text, source);
   const Fields file(json, source, "the file");
   file.require_known([](const std::string& key) { return is_one_of(key, {"gpu", "roofs"}); });
-  GpuFacts facts;
-  facts.gpu = file.text("gpu");
+  GpuFacts facts{.gpu = file.text("gpu")};
   const Fields roofs(file.at("roofs"), source, "'roofs'");
   roofs.require_known([](const std::string& key) {
     return std::find(std::begin(kRoofs), std::end(kRoofs), key) != std::end(kRoofs);

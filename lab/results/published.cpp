@@ -19,10 +19,8 @@ constexpr Remedies kRemedies = {kRemedy, kRemedy, kRemedy};
 
 Published published_of(const Json& json, const std::string& source, std::size_t number) {
   const FieldReader read(json, source, number, kRemedies);
-  Published series;
-  series.rival = read.text("rival");
-  series.source = read.text("source");
-  series.model = read.text("model");
+  Published series{
+      .rival = read.text("rival"), .source = read.text("source"), .model = read.text("model")};
   if (read.present("compute")) series.compute = read.text("compute");
   series.experts = read.count("experts");
   series.ranks = read.count("ranks");

@@ -30,12 +30,11 @@ std::uint64_t seed_of(Draw draw, std::uint64_t seed) {
 }
 
 void draw_activations(Batch& batch, const BatchOptions& options, int hidden, DType dtype) {
-  RandomTensor tensor;
-  tensor.dtype = dtype;
-  tensor.rows = options.tokens > 0 ? options.tokens : kDefaultTokens;
-  tensor.cols = hidden;
-  tensor.deviation = 1;
-  tensor.key = seed_of(Draw::kActivations, options.seed);
+  const RandomTensor tensor{.dtype = dtype,
+                            .rows = options.tokens > 0 ? options.tokens : kDefaultTokens,
+                            .cols = hidden,
+                            .deviation = 1,
+                            .key = seed_of(Draw::kActivations, options.seed)};
   const std::shared_ptr<std::byte[]> memory(new std::byte[tensor.data_bytes()]);
   fill(tensor, memory.get());
   batch.activations = {memory.get(), dtype, tensor.rows, tensor.cols, tensor.cols};

@@ -63,8 +63,7 @@ struct ShareLayout {
 ForwardInput input_of(const Batch& batch, Share share, std::size_t k) {
   const auto first = static_cast<std::size_t>(share.first);
   const auto count = static_cast<std::size_t>(share.count);
-  ForwardInput input;
-  input.activations = batch.activations;
+  ForwardInput input{.activations = batch.activations};
   input.activations.data = batch.activations.row(share.first);
   input.activations.rows = share.count;
   if (!batch.topk_ids.empty()) {
@@ -79,9 +78,7 @@ ForwardInput input_of(const Batch& batch, Share share, std::size_t k) {
 
 ForwardOutput output_to(std::byte* base, const ShareLayout& layout, Share share, DType dtype) {
   const std::size_t slots = static_cast<std::size_t>(share.count) * layout.slots_per_token;
-  ForwardOutput output;
-  output.data = base;
-  output.dtype = dtype;
+  ForwardOutput output{.data = base, .dtype = dtype};
   output.topk_ids = {layout.ids(base), slots};
   output.topk_weights = {layout.weights(base), slots};
   return output;
@@ -103,8 +100,7 @@ std::vector<PassTimes> time_passes(World& world, MoeLayer& layer, const ForwardI
   for (int i = 0; i < options.repeat; ++i) {
     world.barrier();
     if (late) wait_until(std::chrono::steady_clock::now() + *late);
-    PassTimes pass;
-    pass.begin = trace::now_ns();
+    PassTimes pass{.begin = trace::now_ns()};
     layer.forward(input, output);
     pass.end = trace::now_ns();
     times.push_back(pass);
@@ -243,15 +239,14 @@ std::optional<RunResult> run_rank(World world, bool is_process, const Source& so
                                   const Batch& batch, const RankOptions& options) {
   const std::int64_t tokens = batch.tokens();
   const std::int64_t most_tokens = largest_share(tokens, world.size());
-  LayerOptions layer_options;
-  layer_options.backend = options.backend;
-  layer_options.max_tokens = static_cast<int>(most_tokens);
-  layer_options.num_threads = options.threads;
-  layer_options.compute = options.compute;
-  layer_options.pre_sum_per_host = options.pre_sum_per_host;
-  layer_options.trace = options.trace;
-  layer_options.recorded_steps = options.recorded_steps;
-  layer_options.name = options.recorded_name;
+  LayerOptions layer_options{.backend = options.backend,
+                             .max_tokens = static_cast<int>(most_tokens),
+                             .num_threads = options.threads,
+                             .compute = options.compute,
+                             .pre_sum_per_host = options.pre_sum_per_host,
+                             .trace = options.trace,
+                             .recorded_steps = options.recorded_steps,
+                             .name = options.recorded_name};
   std::optional<RankDevice> device;
   if (options.backend == Backend::kCuda) {
     device = rank_device(is_process ? local_rank(std::getenv, world.rank()) : world.rank(),
@@ -278,8 +273,7 @@ std::optional<RunResult> run_rank(World world, bool is_process, const Source& so
   if (options.trace) traces = gather_traces(world, layer.trace());
   if (world.rank() != 0) return std::nullopt;
 
-  RunResult result;
-  result.backend = options.backend;
+  RunResult result{.backend = options.backend};
   if (device) result.device = describe_devices(*device, world.size());
   result.ranks = world.size();
   result.fabric = world.fabric_name();
@@ -335,9 +329,7 @@ void on_every_rank(int num_ranks, const std::function<void(int)>& rank) {
 }
 
 RunResult run_as_threads(const Source& source, const Batch& batch, const RankOptions& options) {
-  WorldOptions world_options;
-  world_options.deadline = options.deadline;
-  std::vector<World> worlds = World::threads(options.ranks, world_options);
+  std::vector<World> worlds = World::threads(options.ranks, {.deadline = options.deadline});
   RunResult result;
   on_every_rank(options.ranks, [&](int r) {
     // Each thread owns its World: if it fails, the others see at once that it has left.
@@ -350,8 +342,7 @@ RunResult run_as_threads(const Source& source, const Batch& batch, const RankOpt
 
 std::optional<RunResult> run_as_process(const Source& source, const Batch& batch,
                                         const RankOptions& options) {
-  WorldOptions world_options;
-  world_options.deadline = options.deadline;
+  const WorldOptions world_options{.deadline = options.deadline};
   const auto join = [&] {
     try {
       return World::from_environment(world_options);

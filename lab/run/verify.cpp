@@ -152,18 +152,15 @@ void check_routing(const Source& source, const Batch& batch, const RunResult& re
 
 Verification verify(const Source& source, const Batch& batch, const RunResult& result,
                     DType compute) {
-  Verification verification;
-  verification.compute = compute;
-  verification.nan_tokens = result.nan_tokens;
+  Verification verification{.compute = compute, .nan_tokens = result.nan_tokens};
   check_routing(source, batch, result, compute, verification);
 
   // The reference gets the routing that was used, with its drops. So a near tie that the layer
   // decides differently does not count as an error of the experts.
-  reference::ReferenceInput input;
-  input.activations = batch.activations;
-  input.topk_ids = result.topk_ids;
-  input.topk_weights = result.topk_weights;
-  input.quantised = compute == DType::kF8E4M3;
+  const reference::ReferenceInput input{.activations = batch.activations,
+                                        .topk_ids = result.topk_ids,
+                                        .topk_weights = result.topk_weights,
+                                        .quantised = compute == DType::kF8E4M3};
   LayerSpec spec = source.spec;
   spec.capacity_factor = 0;
   const auto expected = reference::forward(spec, source.weights, input);

@@ -295,9 +295,7 @@ TEST_P(AllToAllFault, ARankThatDoesNotCallIsNamed) {
   std::vector<World> worlds = World::threads(3 + 1, with_deadline(kGenerous));
   std::atomic<int> failed{0};
   run_threads(worlds, [&](World& world) {
-    RankOptions options;
-    options.deadline = kShort;
-    const std::unique_ptr<Rank> rank = make_rank(world, problem, options);
+    const std::unique_ptr<Rank> rank = make_rank(world, problem, {.deadline = kShort});
     rank->start(find_rungs(GetParam())[0].features, rank->default_grids());
     world.barrier();
     const auto start = test::Clock::now();

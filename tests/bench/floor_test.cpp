@@ -12,8 +12,7 @@ using ::testing::AllOf;
 using ::testing::HasSubstr;
 
 machine::GpuFacts facts_of(const std::string& gpu) {
-  machine::GpuFacts facts;
-  facts.gpu = gpu;
+  machine::GpuFacts facts{.gpu = gpu};
   facts.launch_seconds = {8e-6, "a test"};
   facts.read_bytes_per_second = {2e12, "a test"};
   facts.bf16_flops_per_second = machine::Roof{500e12, "a test"};

@@ -87,23 +87,14 @@ TEST(GroupedOperands, TheCheckFindsWhatIsWrong) {
     for (const bool swiglu : {false, true}) {
       const GroupedOperands operands(4, 160, 264, 20, dtype, 1);
       const std::vector<std::int32_t> ends = {5, 5, 19, 20};
-      GroupedGemmSpec spec;
-      spec.num_experts = 4;
-      spec.n = 160;
-      spec.k = 264;
+      GroupedGemmSpec spec{.num_experts = 4, .n = 160, .k = 264};
       if (swiglu) spec.epilogue = Activation();
-      GroupedGemmWeights weights;
-      weights.matrices = operands.matrices(operands.here());
-      GroupedGemm gemm(spec, weights);
+      GroupedGemm gemm(spec, {.matrices = operands.matrices(operands.here())});
       const std::size_t row =
           static_cast<std::size_t>(spec.output_columns()) * size_of(operands.output_dtype());
       std::vector<std::byte> out(20 * row);
-      GroupedInput input;
-      input.x = operands.first_rows(operands.here(), 20);
-      input.ends = ends;
-      GroupedOutput output;
-      output.data = out.data();
-      output.dtype = operands.output_dtype();
+      GroupedInput input{.x = operands.first_rows(operands.here(), 20), .ends = ends};
+      const GroupedOutput output{.data = out.data(), .dtype = operands.output_dtype()};
       gemm.run(input, output);
       const GroupedAccuracy right = check_rows(operands, ends, swiglu, out.data());
       EXPECT_LE(right.error, right.bound);

@@ -22,9 +22,7 @@ struct Told {
 // A small layer's passes on the CPU.
 struct Passes {
   Passes(int ranks, DType weights) {
-    SourceOptions source_options;
-    source_options.model = "olmoe";
-    source_options.dtype = weights;
+    SourceOptions source_options{.model = "olmoe", .dtype = weights};
     source_options.overrides.num_experts = 16;
     source_options.overrides.hidden = 64;
     source_options.overrides.intermediate = 32;

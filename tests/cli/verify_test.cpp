@@ -8,6 +8,7 @@
 
 #include "cli/source.h"
 #include "layer/compute.h"
+#include "model/errors.h"
 #include "switchyard/routing.h"
 
 namespace switchyard::cli {
@@ -31,19 +32,14 @@ struct FinishedRun {
 
 FinishedRun run_small(DType compute, float capacity_factor = 0, std::optional<double> beta = {}) {
   FinishedRun s;
-  SourceOptions source;
-  source.model = "olmoe";
-  source.dtype = compute;
+  SourceOptions source{.model = "olmoe", .dtype = compute};
   source.overrides.num_experts = 16;
   source.overrides.top_k = 4;
   source.overrides.hidden = 64;
   source.overrides.intermediate = 32;
   s.source = load_source(source, 1, false);
   s.source.spec.capacity_factor = capacity_factor;
-  BatchOptions batch;
-  batch.tokens = 61;
-  batch.balancedness = beta;
-  s.batch = make_batch(batch, s.source, value_type(compute));
+  s.batch = make_batch({.tokens = 61, .balancedness = beta}, s.source, value_type(compute));
   s.ranks.ranks = 3;
   s.ranks.threads = 1;
   s.ranks.compute = compute;
@@ -122,20 +118,12 @@ TEST(Verify, KnowsTheCapacityRule) {
 }
 
 TEST(Source, RefusesMoreThanMemoryHolds) {
-  SourceOptions source;
-  source.model = "olmoe";
+  SourceOptions source{.model = "olmoe"};
   source.overrides.num_experts = 512;
   source.overrides.hidden = 65536;
   source.overrides.intermediate = 65536;
-  try {
-    load_source(source, 1000, false);
-    FAIL() << "accepted";
-  } catch (const Error& error) {
-    EXPECT_EQ(error.code(), ErrorCode::kCapacityExceeded);
-    EXPECT_NE(std::string(error.what()).find("--experts"), std::string::npos) << error.what();
-    EXPECT_NE(std::string(error.what()).find("--dtype fp8"), std::string::npos) << error.what();
-    EXPECT_NE(std::string(error.what()).find("make-checkpoint"), std::string::npos) << error.what();
-  }
+  EXPECT_ERROR(load_source(source, 1000, false), ErrorCode::kCapacityExceeded, "--experts",
+               "--dtype fp8", "make-checkpoint");
 }
 
 }  // namespace

@@ -78,8 +78,7 @@ TEST_P(Calls, OtherTypesOfIdsAndWeightsAreRefused) {
 TEST_P(Calls, LargeIdsAreNoneWhereAsked) {
   Sentinels sentinels(batch_, kExperts);
   const BatchResult expected = run(sentinels.without);
-  LayerOptions options;
-  options.large_ids_are_none = true;
+  const LayerOptions options{.large_ids_are_none = true};
   const BatchResult result = run(sentinels.with, options);
   EXPECT_EQ(result.ids, sentinels.without.topk_ids);
   EXPECT_TRUE(result.output == expected.output);
@@ -93,8 +92,7 @@ TEST_P(Calls, BadIdsAreSkippedAndCountedWhereAsked) {
   BadRouting routing(batch_, kExperts, kTopK);
   routing.spoil(3 * kTopK, 1 << 30);
   const BatchResult expected = run(routing.good);
-  LayerOptions options;
-  options.bad_ids = BadIds::kSkip;
+  LayerOptions options{.bad_ids = BadIds::kSkip};
   const BatchResult result = run(routing.bad, options);
   EXPECT_EQ(result.ids, routing.good.topk_ids);
   EXPECT_TRUE(result.output == expected.output);
@@ -113,9 +111,7 @@ TEST_P(Calls, IdsThatNoI32HoldsAreBad) {
     input.topk_ids = std::span(wide).subspan(first * kTopK, input.topk_ids.size());
   };
   refuse(ErrorCode::kInvalidArgument, "topk_ids[1][2] is 4294967299", batch_, {}, adjust);
-  LayerOptions options;
-  options.bad_ids = BadIds::kSkip;
-  const BatchResult result = run(batch_, options, adjust);
+  const BatchResult result = run(batch_, {.bad_ids = BadIds::kSkip}, adjust);
   EXPECT_EQ(result.ids[6], kNoExpert);
   EXPECT_EQ(bad_slots(result), 1);
 }
@@ -128,9 +124,7 @@ TEST_P(Calls, TokensOutsideTheHashTableAreSkippedWhereAsked) {
   batch.token_ids[7] = -5;
   batch.token_ids[58] = static_cast<std::int32_t>(weights_.hash_table.rows);
   refuse(ErrorCode::kInvalidArgument, "token id -5 is outside", batch);
-  LayerOptions options;
-  options.bad_ids = BadIds::kSkip;
-  const BatchResult result = run(batch, options);
+  const BatchResult result = run(batch, {.bad_ids = BadIds::kSkip});
   EXPECT_EQ(bad_slots(result), 2 * kTopK);
   for (std::int64_t t = 0; t < kTokens; ++t) {
     const bool bad = t == 7 || t == 58;

@@ -26,14 +26,7 @@ constexpr milliseconds kDeadline{2'000};
 constexpr milliseconds kDeadline{500};
 #endif
 
-ExchangeSpec fault_spec() {
-  ExchangeSpec spec;
-  spec.hidden = 16;
-  spec.num_experts = 8;
-  spec.top_k = 2;
-  spec.max_tokens = 40;
-  return spec;
-}
+ExchangeSpec fault_spec() { return {.hidden = 16, .num_experts = 8, .top_k = 2, .max_tokens = 40}; }
 
 const ExchangeBatch& fault_batch() {
   static const ExchangeBatch batch(fault_spec(), kRanks, DType::kBF16, 1, {40, 40, 40, 40});
@@ -79,8 +72,7 @@ TEST_P(ExchangeStall, EveryOtherRankNamesTheStalledOne) {
   std::atomic<int> others{0};
   std::vector<World> worlds = World::threads(kRanks, options_of());
   test::run_threads(worlds, [&](World& world) {
-    ExchangeOptions options;
-    options.num_threads = world.rank() % 2 + 1;
+    ExchangeOptions options{.num_threads = world.rank() % 2 + 1};
     const bool stalls = world.rank() == kStopped;
     if (stalls) {
       options.on_step = [&](const ProtocolStep& step) {
@@ -131,8 +123,7 @@ TEST(ExchangeFault, ARankDoesNotReturnResults) {
 
 TEST(ExchangeFault, ADeadlineOfItsOwn) {
   test::run_threads(World::threads(2, test::with_deadline(test::kGenerous)), [&](World& world) {
-    ExchangeOptions options;
-    options.deadline = kDeadline;
+    const ExchangeOptions options{.deadline = kDeadline};
     ExchangeSpec spec = fault_spec();
     Exchange exchange(world, spec, options);
     if (world.rank() == 1) return;
@@ -192,8 +183,7 @@ void stop_process(int signal, std::uint64_t seed) {
   const std::string rendezvous = test::fresh_rendezvous();
   const std::vector<int> codes = test::run_processes(kRanks, [&](int rank) {
     const World world = World::processes(rank, kRanks, options_of(rendezvous));
-    ExchangeOptions options;
-    options.num_threads = 1;
+    ExchangeOptions options{.num_threads = 1};
     int steps = 0;
     if (rank == kStopped) {
       shared->stopped = ::getpid();

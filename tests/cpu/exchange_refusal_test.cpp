@@ -17,13 +17,7 @@ using ::testing::HasSubstr;
 constexpr DType kFp8 = DType::kF8E4M3;
 
 ExchangeSpec small_spec(DType wire = DType::kBF16) {
-  ExchangeSpec spec;
-  spec.hidden = 136;
-  spec.num_experts = 12;
-  spec.top_k = 3;
-  spec.max_tokens = 20;
-  spec.dispatch = wire;
-  return spec;
+  return {.hidden = 136, .num_experts = 12, .top_k = 3, .max_tokens = 20, .dispatch = wire};
 }
 
 // A change that makes an output unusable, and what the refusal says.

@@ -43,10 +43,9 @@ struct Script {
   // same on all ranks: a plain round, one whose dispatch is sent before the combine of the round
   // before, or one that reuses the handle of an earlier one.
   int play(const World& world, std::uint64_t rounds) const {
-    ExchangeOptions options;
-    options.num_threads = world.rank() == 0 ? 2 : 1;
-    options.on_step = test::random_delays(seed);
-    Exchange exchange(world, spec, options);
+    Exchange exchange(
+        world, spec,
+        {.num_threads = world.rank() == 0 ? 2 : 1, .on_step = test::random_delays(seed)});
     struct Slot {
       ExchangeHandle handle;
       ExchangeArrays got;

@@ -36,8 +36,7 @@ void loop_over_passes() {
   const Matrix x = Matrix::random(48, 256, DType::kBF16, 2);
   Matrix y(48, 256, DType::kBF16);
   ForwardInput in;
-  ForwardOutput out;
-  out.data = y.row(0);
+  const ForwardOutput out{.data = y.row(0)};
   for (int rows = 1;; rows = rows % 48 + 1) {
     in.activations = {x.view().data, DType::kBF16, rows, 256, 256};
     layer->forward(in, out);

@@ -63,13 +63,9 @@ TEST_P(Stall, EveryOtherRankNamesTheStalledOne) {
   // before tells how many it sends.
   int results_sent = 0, results_of_an_epoch = 0;
   bool owes_results = false;
-  WorldOptions world_options;
-  world_options.deadline = deadline;
-  const std::vector<World> worlds = World::threads(kRanks, world_options);
+  const std::vector<World> worlds = World::threads(kRanks, {.deadline = deadline});
   const auto failures = run_ranks(worlds, [&](const World& world) {
-    LayerOptions options;
-    options.num_threads = 1;
-    options.max_tokens = 64;
+    LayerOptions options{.max_tokens = 64, .num_threads = 1};
     if (world.rank() == kStalled) {
       options.on_step = [&](const ProtocolStep& step) {
         if (step.kind == GetParam() && step.epoch == kEpoch) {
@@ -130,12 +126,10 @@ INSTANTIATE_TEST_SUITE_P(EveryStep, Stall,
 
 TEST(Fault, ASlowRankIsWaitedFor) {
   // Every step takes a tenth of the deadline, the pass many deadlines.
-  WorldOptions world_options;
-  world_options.deadline = milliseconds(300);
+  const WorldOptions world_options{.deadline = milliseconds(300)};
   std::atomic<int> steps{0};
   run_all_ranks(World::threads(2, world_options), [&](const World& world) {
-    LayerOptions options;
-    options.num_threads = 1;
+    LayerOptions options{.num_threads = 1};
     if (world.rank() == 1) {
       options.on_step = [&](const ProtocolStep&) {
         ++steps;
@@ -150,15 +144,14 @@ TEST(Fault, ASlowRankIsWaitedFor) {
 }
 
 TEST(Fault, ASkippedCallIsNoticed) {
-  WorldOptions world_options;
-  world_options.deadline = milliseconds(200);
-  const auto failures = run_ranks(World::threads(3, world_options), [&](const World& world) {
-    MoeLayer layer(world, spec_of_16_experts(), weights_of_16_experts(), {.num_threads = 1});
-    Share share;
-    share.forward(layer);
-    if (world.rank() == 1) return;
-    share.forward(layer);
-  });
+  const auto failures =
+      run_ranks(World::threads(3, {.deadline = milliseconds(200)}), [&](const World& world) {
+        MoeLayer layer(world, spec_of_16_experts(), weights_of_16_experts(), {.num_threads = 1});
+        Share share;
+        share.forward(layer);
+        if (world.rank() == 1) return;
+        share.forward(layer);
+      });
   EXPECT_FALSE(failures[1]);
   for (const int r : {0, 2}) {
     ASSERT_TRUE(failures[r]);
@@ -170,8 +163,7 @@ TEST(Fault, ASkippedCallIsNoticed) {
 TEST(Fault, AnExceptionOnOneRankEndsThePassForAll) {
   const auto start = test::Clock::now();
   const auto failures = run_ranks(World::threads(3), [&](const World& world) {
-    LayerOptions options;
-    options.num_threads = 2;
+    LayerOptions options{.num_threads = 2};
     if (world.rank() == 1) {
       options.on_step = [](const ProtocolStep& step) {
         if (step.kind == Kind::kGemm2 && step.epoch == 2) throw std::runtime_error("spilt coffee");
@@ -193,12 +185,9 @@ TEST(Fault, AnExceptionOnOneRankEndsThePassForAll) {
 TEST(Fault, AKilledProcessIsNamedAndTheSurvivorsGoOn) {
   const std::string rendezvous = test::fresh_rendezvous();
   const std::vector<int> codes = test::run_processes(4, [&](int rank) {
-    WorldOptions world_options;
-    world_options.deadline = milliseconds(500);
-    world_options.rendezvous = rendezvous;
+    WorldOptions world_options{.deadline = milliseconds(500), .rendezvous = rendezvous};
     const World world = World::processes(rank, 4, world_options);
-    LayerOptions options;
-    options.num_threads = 1;
+    LayerOptions options{.num_threads = 1};
     options.on_step = [&](const ProtocolStep& step) {
       if (rank == 1 && step.kind == Kind::kDispatch && step.epoch == 3) ::raise(SIGKILL);
     };
@@ -231,11 +220,8 @@ class BadCall : public ::testing::Test {
     MoeLayer layer(World::single(), spec, weights_of_16_experts(),
                    {.max_tokens = 50, .num_threads = 1});
     Share share;
-    ForwardInput input;
-    input.activations = share.x.view();
-    ForwardOutput output;
-    output.data = share.y.row(0);
-    output.dtype = DType::kF32;
+    ForwardInput input{.activations = share.x.view()};
+    ForwardOutput output{.data = share.y.row(0), .dtype = DType::kF32};
     spoil(input, output);
     const std::string message = test::error_of(code, [&] { layer.forward(input, output); });
     EXPECT_THAT(message, ::testing::HasSubstr(words));
@@ -303,8 +289,7 @@ TEST(BadLayer, RanksThatDisagreeSayOnWhat) {
                                   const std::function<void(LayerSpec&, LayerOptions&)>& spoil) {
     const auto failures = run_ranks(World::threads(3), [&](const World& world) {
       LayerSpec spec = spec_of_16_experts();
-      LayerOptions options;
-      options.num_threads = 1;
+      LayerOptions options{.num_threads = 1};
       if (world.rank() == 2) spoil(spec, options);
       MoeLayer layer(world, spec, weights_of_16_experts(), options);
     });

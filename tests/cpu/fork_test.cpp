@@ -116,10 +116,7 @@ TEST(Fork, OfAGroupedGemm) {
   const auto make = [&] { return GroupedGemm({3, 8, 4, {}, {}}, weights, {.num_threads = 3}); };
   const auto run = [&](GroupedGemm& gemm) {
     Matrix y(6, 8, DType::kF32);
-    GroupedInput in;
-    in.x = x.view();
-    in.ends = ends;
-    gemm.run(in, {.data = y.row(0), .dtype = DType::kF32, .rows = 6});
+    gemm.run({.x = x.view(), .ends = ends}, {.data = y.row(0), .dtype = DType::kF32, .rows = 6});
     return y;
   };
   std::optional<GroupedGemm> gemm(make());
@@ -135,11 +132,7 @@ TEST(Fork, OfAGroupedGemm) {
 }
 
 TEST(Fork, OfAnExchange) {
-  ExchangeSpec spec;
-  spec.hidden = 64;
-  spec.num_experts = 4;
-  spec.top_k = 2;
-  spec.max_tokens = 300;
+  const ExchangeSpec spec{.hidden = 64, .num_experts = 4, .top_k = 2, .max_tokens = 300};
   const ExchangeBatch batch(spec, 1, DType::kBF16, 3, {300});
   const auto run = [&](Exchange& exchange, ExchangeHandle& handle) {
     ExchangeArrays got(exchange.spec(), exchange.own_places(), exchange.rows_needed());

@@ -37,9 +37,8 @@ TEST_P(EveryModelInFp8, IsAsGoodAsAStraightforwardProgram) {
 TEST_P(EveryModelInFp8, CostsSomePercentOfTheBf16Layer) {
   const Batch batch = random_batch(spec_, 300, DType::kBF16, 500);
   const auto run = [&](DType compute) {
-    LayerOptions options;
-    options.compute = compute;
-    return run_batch(spec_, weights_, batch, Shares::even(300, 1), DType::kF32, options);
+    return run_batch(spec_, weights_, batch, Shares::even(300, 1), DType::kF32,
+                     {.compute = compute});
   };
   const std::vector<float> wide = run(DType::kBF16).output.floats();
   const double loss = reference::relative_error(run(kFp8).output.floats(),
@@ -55,10 +54,8 @@ TEST_P(EveryModelInFp8, SameBitsOnEveryRepetitionAndRankCount) {
   const BatchResult first = run_batch(spec_, weights_, batch, Shares::even(103, 1), DType::kBF16);
   for (const int ranks : {1, 2, 3}) {
     for (const int threads : {1, 3}) {
-      LayerOptions options;
-      options.num_threads = threads;
-      const BatchResult again =
-          run_batch(spec_, weights_, batch, Shares::even(103, ranks), DType::kBF16, options);
+      const BatchResult again = run_batch(spec_, weights_, batch, Shares::even(103, ranks),
+                                          DType::kBF16, {.num_threads = threads});
       EXPECT_TRUE(again.output == first.output) << ranks << " ranks, " << threads << " threads";
     }
   }
@@ -87,9 +84,7 @@ TEST(Fp8Scales, OfEveryForm) {
 TEST(Fp8Scales, OtherBlocksComputeInBf16OrNotAtAll) {
   const LayerSpec spec = plain_spec();
   const Rescaled weights(fp8_weights(spec), 64, 32, 0);
-  LayerOptions options;
-  options.max_tokens = 4;
-  options.num_threads = 1;
+  LayerOptions options{.max_tokens = 4, .num_threads = 1};
   EXPECT_EQ(MoeLayer(World::single(), spec, weights.get(), options).compute(), DType::kBF16);
   options.compute = kFp8;
   EXPECT_ERROR(MoeLayer(World::single(), spec, weights.get(), options), ErrorCode::kUnsupported,
@@ -195,15 +190,12 @@ TEST(Fp8Activations, ScalesOfTheCaller) {
   ForwardOutput output;
   output.data = result.output.row(0);
   output.dtype = DType::kF32;
-  LayerOptions options;
-  options.max_tokens = 20;
-  MoeLayer(World::single(), spec, weights, options).forward(input, output);
+  MoeLayer(World::single(), spec, weights, {.max_tokens = 20}).forward(input, output);
 
-  reference::ReferenceInput problem;
-  problem.activations = input.activations;
-  problem.topk_ids = batch.topk_ids;
-  problem.topk_weights = batch.topk_weights;
-  problem.quantised = true;
+  const reference::ReferenceInput problem{.activations = input.activations,
+                                          .topk_ids = batch.topk_ids,
+                                          .topk_weights = batch.topk_weights,
+                                          .quantised = true};
   const auto expected = reference::forward(spec, weights, problem);
   const double yardstick = reference::relative_error(
       reference::straightforward_fp8(spec, weights, problem), expected.output);
@@ -223,10 +215,8 @@ TEST(Fp8Activations, AreRefusedWhereAGateNeedsMore) {
     run_batch(spec, fp8_weights(spec), b, Shares::even(8, 1), DType::kBF16, options);
   };
   EXPECT_ERROR(run(gated), ErrorCode::kInvalidArgument, "gate", "topk_ids");
-  LayerOptions in_bf16;
-  in_bf16.compute = DType::kBF16;
-  EXPECT_ERROR(run(narrow, in_bf16), ErrorCode::kInvalidArgument, "computes in bf16",
-               "make a layer that computes in f8_e4m3");
+  EXPECT_ERROR(run(narrow, {.compute = DType::kBF16}), ErrorCode::kInvalidArgument,
+               "computes in bf16", "make a layer that computes in f8_e4m3");
   spec.shared_intermediate = 64;
   spec.shared_sigmoid_gate = true;
   EXPECT_ERROR(run(narrow), ErrorCode::kInvalidArgument, "shared expert's gate");

@@ -149,9 +149,7 @@ TEST(Kernels, ActivationsTransposeAndAreAccurate) {
       for (const int m : {1, 16, 37, 64}) {
         for (const bool special : {false, true}) {
           const int n = 32, stride = m + 3;
-          Activation a;
-          a.kind = static_cast<ActivationKind>(kind);
-          a.gated = gated;
+          Activation a{.kind = static_cast<ActivationKind>(kind), .gated = gated};
           if (special) {
             a.alpha = 1.702f;
             a.limit = 3;

@@ -85,8 +85,7 @@ TEST_P(Late, OthersWorkInTheMeantimeAndBitsAreTheSame) {
     const MoeWeights weights = generate_weights(spec, GetParam().weights, 3, {.num_threads = 1});
     for (const std::int64_t tokens : {7, 400}) {
       const Batch batch{Matrix::random(tokens, spec.hidden, DType::kBF16, 5), {}, {}, {}};
-      LayerOptions alone_options;
-      alone_options.compute = GetParam().compute;
+      const LayerOptions alone_options{.compute = GetParam().compute};
       const BatchResult alone =
           run_batch(spec, weights, batch, Shares::of({tokens}), DType::kF32, alone_options);
       const Shares shares = Shares::even(tokens, kRanks);
@@ -166,9 +165,7 @@ TEST(LateRank, RowsThatComeLaterGetTilesOfTheirOwn) {
   // AMX has other tiles, whose number is not looked at.
   const bool counts = std::string(cpu::gemm_instruction_set()) != "amx_bf16";
   run_all_ranks(World::threads(2), [&](const World& world) {
-    LayerOptions options;
-    options.num_threads = 1;
-    options.patience = microseconds(0);
+    LayerOptions options{.num_threads = 1, .patience = microseconds(0)};
     options.on_step = [&](const ProtocolStep& step) { watch.see(step); };
     MoeLayer layer(world, spec, weights, options);
     if (world.rank() == 1) {
@@ -192,9 +189,7 @@ TEST(LateRank, ADeadRankIsNamed) {
     std::atomic<int> gemms{0};
     const auto failures = run_ranks(
         World::threads(3, test::with_deadline(milliseconds(250))), [&](const World& world) {
-          LayerOptions options;
-          options.num_threads = 1;
-          options.patience = microseconds(0);
+          LayerOptions options{.num_threads = 1, .patience = microseconds(0)};
           options.on_step = [&](const ProtocolStep& step) { gemms += step.kind == Kind::kGemm1; };
           MoeLayer layer(world, spec, weights, options);
           if (world.rank() == dead) return;
@@ -242,10 +237,8 @@ TEST(LateSoak, RandomLatenessAndSizes) {
   std::atomic<std::uint64_t> early{0};
   run_all_ranks(World::threads(kRanks), [&](const World& world) {
     const auto r = static_cast<std::uint64_t>(world.rank());
-    LayerOptions options;
-    options.max_tokens = 160;
-    options.num_threads = world.rank() == 1 ? 2 : 1;
-    options.patience = microseconds(20);
+    LayerOptions options{
+        .max_tokens = 160, .num_threads = world.rank() == 1 ? 2 : 1, .patience = microseconds(20)};
     std::atomic<bool> planned{false};
     options.on_step = [&](const ProtocolStep& step) {
       if (step.kind == Kind::kPublishCounts) planned = false;
@@ -277,9 +270,7 @@ TEST(BitsIgnoreHeight, HoldsForEveryHeightInUse) {
   for (const DType dtype : {DType::kF32, DType::kBF16}) {
     if (dtype == DType::kBF16 && !cpu::has_native_bf16()) continue;
     const MoeWeights weights = generate_weights(spec, dtype, 3, {.num_threads = 1});
-    cpu::LayerState layer;
-    layer.spec = spec;
-    layer.gemm = dtype;
+    cpu::LayerState layer{.spec = spec, .gemm = dtype};
     layer.places = {spec.num_experts, 1};
     for (const FfnWeights& expert : weights.experts) {
       cpu::Ffn ffn;

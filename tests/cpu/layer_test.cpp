@@ -56,10 +56,8 @@ TEST_P(EveryModel, SameBitsOnEveryRepetitionAndRankCount) {
     const BatchResult first = run_batch(spec_, w, batch, Shares::even(203, 1), dtype);
     for (const int ranks : {1, 2, 4}) {
       for (const int threads : {1, 3}) {
-        LayerOptions options;
-        options.num_threads = threads;
         const BatchResult again =
-            run_batch(spec_, w, batch, Shares::even(203, ranks), dtype, options);
+            run_batch(spec_, w, batch, Shares::even(203, ranks), dtype, {.num_threads = threads});
         EXPECT_TRUE(again.output == first.output)
             << ranks << " ranks, " << threads << " threads, " << to_string(dtype);
       }
@@ -189,12 +187,11 @@ TEST(Capacity, DropsAreCountedAndContributeNothing) {
     for (const int ranks : {1, 4}) {
       const Shares shares = Shares::even(128, ranks);
       const BatchResult result = run_batch(spec, w, batch, shares, DType::kF32);
-      reference::ReferenceInput input;
-      input.activations = batch.x.view();
-      input.topk_ids = routing.ids;
-      input.topk_weights = routing.weights;
-      input.tokens_per_rank = shares.count;
-      const auto expected = reference::forward(spec, w, input);
+      const auto expected = reference::forward(spec, w,
+                                               {.activations = batch.x.view(),
+                                                .topk_ids = routing.ids,
+                                                .topk_weights = routing.weights,
+                                                .tokens_per_rank = shares.count});
       std::int64_t dropped = 0;
       for (const ForwardStats& stats : result.stats) dropped += stats.dropped_slots;
       EXPECT_GT(dropped, 0);
@@ -253,9 +250,8 @@ TEST(Types, Fp8InFp32IsExactArithmetic) {
   const LayerSpec spec = plain_spec(8, 2);
   const MoeWeights w = generate_weights(spec, DType::kF8E4M3, 3, {});
   const Batch batch = random_batch(spec, 130, DType::kF32, 6);
-  LayerOptions options;
-  options.compute = DType::kF32;
-  const BatchResult result = run_batch(spec, w, batch, Shares::even(130, 2), DType::kF32, options);
+  const BatchResult result =
+      run_batch(spec, w, batch, Shares::even(130, 2), DType::kF32, {.compute = DType::kF32});
   EXPECT_LE(output_error(spec, w, batch, result), 1e-5);
 }
 

@@ -57,11 +57,8 @@ TEST_P(RecorderOfRanks, HasTheLastSteps) {
   std::vector<Recording> recordings(static_cast<std::size_t>(ranks));
   BatchResult result = empty_result(spec, given.batches[0], ranks, DType::kF32);
   run_all_ranks(World::threads(ranks), [&](const World& world) {
-    LayerOptions options;
-    options.num_threads = 2;
-    options.recorded_steps = 4;
-    options.name = "layers.3";
-    MoeLayer layer(world, spec, weights, options);
+    MoeLayer layer(world, spec, weights,
+                   {.num_threads = 2, .recorded_steps = 4, .name = "layers.3"});
     EXPECT_TRUE(layer.recording().steps.empty());
     for (std::size_t i = 0; i < given.batches.size(); ++i) {
       forward_share(layer, given.batches[i], shares, world.rank(), result);
@@ -110,11 +107,8 @@ TEST(Recorder, CountsExpertsNotPlaces) {
   const ExpertPlacement first{{5, 4, 3, 2, 1, 0, 0}}, second{{1, 0, 2, 5, 3, 4, 4}};
   const GivenRouting given(2, spec);
   BatchResult result = empty_result(spec, given.batches[0], 1, DType::kF32);
-  LayerOptions options;
-  options.num_threads = 1;
-  options.recorded_steps = 2;
-  options.placement = first;
-  MoeLayer layer(World::single(), spec, placed(first), options);
+  MoeLayer layer(World::single(), spec, placed(first),
+                 {.num_threads = 1, .placement = first, .recorded_steps = 2});
   forward_share(layer, given.batches[0], Shares::even(kTokens, 1), 0, result);
   layer.rebind(placed(second), second);
   forward_share(layer, given.batches[1], Shares::even(kTokens, 1), 0, result);
@@ -127,8 +121,7 @@ TEST(Recorder, CountsExpertsNotPlaces) {
 TEST(Recorder, IsOffUnlessAskedFor) {
   const LayerSpec spec = small_spec();
   const MoeWeights weights = generate_weights(spec, DType::kF32, 3, {.num_threads = 1});
-  LayerOptions options;
-  options.num_threads = 1;
+  LayerOptions options{.num_threads = 1};
   MoeLayer off(World::single(), spec, weights, options);
   EXPECT_ERROR(off.recording(), ErrorCode::kInvalidArgument, "recorded_steps");
   options.recorded_steps = 100;

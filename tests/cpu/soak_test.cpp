@@ -61,27 +61,23 @@ struct Script {
 
   // Plays `epochs` epochs as `world`'s rank and returns how many outputs differed.
   int play(const World& world, std::uint64_t epochs) const {
-    LayerOptions options;
-    options.max_tokens = 64;
-    options.num_threads = world.rank() == 0 ? 2 : 1;
-    options.on_step = test::random_delays(seed);
-    MoeLayer layer(world, spec, weights, options);
+    MoeLayer layer(world, spec, weights,
+                   {.max_tokens = 64,
+                    .num_threads = world.rank() == 0 ? 2 : 1,
+                    .on_step = test::random_delays(seed)});
     int different = 0;
     const auto r = static_cast<std::size_t>(world.rank());
     for (std::uint64_t epoch = 0; epoch < epochs; ++epoch) {
       const std::size_t b = scramble(seed + epoch) % kBatches;
       // Only this rank's rows are written; the others keep the expected values.
       Matrix output(batches[b].x.rows(), spec.hidden, DType::kF32);
-      ForwardInput in;
-      in.activations = batches[b].x.rows_from(shares[b].first[r], shares[b].count[r]);
+      ForwardInput in{.activations =
+                          batches[b].x.rows_from(shares[b].first[r], shares[b].count[r])};
       const auto slots = static_cast<std::size_t>(shares[b].count[r] * spec.top_k);
       const auto first = static_cast<std::size_t>(shares[b].first[r] * spec.top_k);
       in.topk_ids = std::span(batches[b].topk_ids).subspan(first, slots);
       in.topk_weights = std::span(batches[b].topk_weights).subspan(first, slots);
-      ForwardOutput out;
-      out.data = output.row(shares[b].first[r]);
-      out.dtype = DType::kF32;
-      layer.forward(in, out);
+      layer.forward(in, {.data = output.row(shares[b].first[r]), .dtype = DType::kF32});
       for (std::int64_t i = shares[b].first[r] * spec.hidden;
            i < (shares[b].first[r] + shares[b].count[r]) * spec.hidden; ++i) {
         if (output.get(i) != expected[b].get(i)) {
@@ -110,9 +106,9 @@ TEST(Soak, ProcessesBackToBackWithJitter) {
       kRanks,
       [&](int rank) {
         const Script script;
-        WorldOptions options;
-        options.rendezvous = rendezvous;
-        EXPECT_EQ(script.play(World::processes(rank, kRanks, options), num_epochs()), 0);
+        EXPECT_EQ(
+            script.play(World::processes(rank, kRanks, {.rendezvous = rendezvous}), num_epochs()),
+            0);
       },
       kHang);
 }

@@ -86,10 +86,7 @@ int play(const World& world, const Trial& trial, std::string& words,
   const LayerSpec spec = trial.spec();
   const MoeWeights weights = generate_weights(spec, DType::kF32, 1, {.num_threads = 1});
   std::atomic<int> steps_left{trial.at};
-  LayerOptions options;
-  options.max_tokens = 64;
-  options.deadline = kDeadline;
-  options.num_threads = trial.threads;
+  LayerOptions options{.max_tokens = 64, .num_threads = trial.threads, .deadline = kDeadline};
   options.on_step = [&, rank = world.rank()](const ProtocolStep& step) {
     if (rank == trial.victim && step.epoch >= 3 && step.kind == trial.kind &&
         steps_left.fetch_sub(1) == 0) {
@@ -240,9 +237,7 @@ TEST_P(Stops, EveryRankNamesTheOneThatStopped) {
 TEST(LaunchedRank, DISABLED_StopsOrNamesTheOneThatStops) {
   const Trial trial(test::number_from("TRIAL_STOP", 0) == 0 ? Stop::kProcessAtAStep : Stop::kKill,
                     test::number_from("TRIAL_SEED", 0));
-  WorldOptions world_options;
-  world_options.deadline = kDeadline;
-  const World world = World::from_environment(world_options);
+  const World world = World::from_environment({.deadline = kDeadline});
   std::string words;
   const int blamed = play(
       world, trial, words, [](std::uint64_t) {},
@@ -258,8 +253,7 @@ TEST_P(Launched, TheLastLineNamesTheCulpritAndSurvivorsReport) {
   for (std::uint64_t seed = 0; seed < 3; ++seed) {
     const Trial trial(GetParam(), seed);
     SCOPED_TRACE(::testing::Message() << trial);
-    LaunchOptions options;
-    options.num_ranks = trial.ranks;
+    LaunchOptions options{.num_ranks = trial.ranks};
     options.command = {"/proc/self/exe", "--gtest_also_run_disabled_tests",
                        "--gtest_filter=LaunchedRank.*"};
     options.environment = {{"TRIAL_SEED", std::to_string(seed)},

@@ -37,9 +37,7 @@ Traced run_traced(const LayerSpec& spec, int ranks, int threads) {
   Traced traced;
   traced.traces.resize(static_cast<std::size_t>(ranks));
   run_all_ranks(World::threads(ranks), [&](const World& world) {
-    LayerOptions options;
-    options.num_threads = threads;
-    options.trace = true;
+    LayerOptions options{.num_threads = threads, .trace = true};
     options.patience = std::chrono::hours(1);  // every expert's rows are placed together
     MoeLayer layer(world, spec, weights, options);
     for (int pass = 0; pass < 2; ++pass) {

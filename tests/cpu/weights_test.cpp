@@ -87,9 +87,7 @@ class ChangedWeights : public ::testing::TestWithParam<std::tuple<int, DType>> {
     const Shares shares = Shares::even(kTokens, ranks);
     BatchResult before = empty_result(spec_, batch_, ranks, DType::kF32), after = before;
     run_all_ranks(World::threads(ranks), [&](World world) {
-      LayerOptions options;
-      options.num_threads = 1;
-      MoeLayer layer(world, spec_, weights, options);
+      MoeLayer layer(world, spec_, weights, {.num_threads = 1});
       forward_share(layer, batch_, shares, world.rank(), before);
       world.barrier();
       change(layer, world);

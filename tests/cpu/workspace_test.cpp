@@ -48,12 +48,11 @@ struct Layers {
   // Layers declare less than the workspace, each another number.
   int max_tokens(std::size_t l) const { return kMostTokens - static_cast<int>(l) * 11; }
   MoeLayer make(const World& world, std::size_t l, const Workspace* workspace, int slot = 0) const {
-    LayerOptions options;
-    options.max_tokens = max_tokens(l);
-    options.num_threads = 1;
-    options.compute = compute;
-    options.workspace = workspace;
-    options.workspace_slot = slot;
+    const LayerOptions options{.max_tokens = max_tokens(l),
+                               .num_threads = 1,
+                               .workspace = workspace,
+                               .workspace_slot = slot,
+                               .compute = compute};
     return {world, specs[l], weights_of_rank(weights[l], world.rank(), world.size()), options};
   }
   WorkspaceOptions options(int slots = 1) const {

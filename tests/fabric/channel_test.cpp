@@ -36,9 +36,7 @@ class ChannelTest : public ::testing::Test {
     ASSERT_EQ(::send(peer_.get(), bytes, count, MSG_NOSIGNAL), static_cast<ssize_t>(count));
   }
   void send_header(FrameKind kind, std::uint64_t payload_bytes) {
-    FrameHeader header;
-    header.kind = kind;
-    header.payload_bytes = payload_bytes;
+    FrameHeader header{.kind = kind, .payload_bytes = payload_bytes};
     send(&header, sizeof header);
   }
   void send_frame(FrameKind kind, const std::string& payload) {
@@ -52,9 +50,7 @@ class ChannelTest : public ::testing::Test {
 
 TEST_F(ChannelTest, AFrameComesInPieces) {
   channel_.set_intake(kData);
-  FrameHeader header;
-  header.kind = FrameKind::kContribution;
-  header.payload_bytes = 3;
+  FrameHeader header{.kind = FrameKind::kContribution, .payload_bytes = 3};
   std::string bytes(reinterpret_cast<const char*>(&header), sizeof header);
   bytes += "abc";
   for (std::size_t i = 0; i + 1 < bytes.size(); ++i) {
@@ -142,10 +138,8 @@ TEST_F(ChannelTest, AFailureReportHasABoundOfItsOwn) {
 
 TEST_F(ChannelTest, OfAnotherVersionOnlyTheVersionIsRead) {
   channel_.set_intake(kHello);
-  FrameHeader header;
-  header.version = kProtocolVersion + 1;
-  header.kind = static_cast<FrameKind>(77);
-  header.payload_bytes = 5;
+  FrameHeader header{
+      .version = kProtocolVersion + 1, .kind = static_cast<FrameKind>(77), .payload_bytes = 5};
   // A header of another version may be shorter.
   send(&header, offsetof(FrameHeader, kind));
   const std::optional<Frame> frame = channel_.receive();

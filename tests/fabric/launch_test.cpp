@@ -34,8 +34,7 @@ class LaunchTest : public ::testing::Test {
   ~LaunchTest() override { std::filesystem::remove_all(directory_); }
 
   LaunchOptions shell(int num_ranks, const std::string& script) const {
-    LaunchOptions options;
-    options.num_ranks = num_ranks;
+    LaunchOptions options{.num_ranks = num_ranks};
     options.command = {"sh", "-c", script};
     options.environment = {{"DIR", directory_}};
     options.grace = milliseconds(200);
@@ -202,8 +201,7 @@ TEST_F(LaunchTest, EndsRanksAtTheDeadline) {
 
 TEST_F(LaunchTest, SaysWhyACommandCannotBeRun) {
   std::string errors;
-  LaunchOptions options;
-  options.num_ranks = 2;
+  LaunchOptions options{.num_ranks = 2};
   options.command = {"/no/such/program"};
   EXPECT_EQ(launch_quietly(options, errors), 127);
   EXPECT_THAT(errors, HasSubstr("cannot run '/no/such/program': No such file"));
@@ -284,10 +282,7 @@ TEST_F(LaunchTest, LaunchedRanksFormAWorld) {
     }
     return;
   }
-  LaunchOptions options;
-  options.num_ranks = 3;
-  options.grace = kGenerous;
-  options.label_output = true;
+  LaunchOptions options{.num_ranks = 3, .grace = kGenerous, .label_output = true};
   options.command = {std::filesystem::read_symlink("/proc/self/exe").string(),
                      "--gtest_filter=LaunchTest.LaunchedRanksFormAWorld"};
   options.environment = {{"LAUNCH_TEST_FAILING_RANK", "-1"}};

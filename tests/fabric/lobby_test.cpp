@@ -47,8 +47,7 @@ class LobbyTest : public ::testing::Test {
   }
   static void say_hello(const UniqueFd& socket, int rank) {
     const HelloBody body{rank, 4, ::getpid(), 0};
-    FrameHeader header;
-    header.payload_bytes = sizeof body;
+    FrameHeader header{.payload_bytes = sizeof body};
     EXPECT_EQ(::send(socket.get(), &header, sizeof header, 0), ssize_t{sizeof header});
     EXPECT_EQ(::send(socket.get(), &body, sizeof body, 0), ssize_t{sizeof body});
   }
@@ -260,8 +259,7 @@ TEST(Rendezvous, AStrangersHelloOf625MegabytesIsNotRead) {
       return check_all_gather(world, 3);
     }
     const UniqueFd stranger = connect_to(rendezvous);
-    FrameHeader header;
-    header.payload_bytes = 625'000'000;
+    FrameHeader header{.payload_bytes = 625'000'000};
     ASSERT_EQ(::send(stranger.get(), &header, sizeof header, MSG_NOSIGNAL), ssize_t{sizeof header});
     const std::string some(1 << 20, 'x');
     std::size_t sent = 0;

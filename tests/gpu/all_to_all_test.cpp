@@ -118,9 +118,7 @@ TEST_P(GpuAllToAllFault, ARankThatDoesNotCallIsNamed) {
   std::vector<World> worlds = World::threads(4, with_deadline(kGenerous));
   std::atomic<int> failed{0};
   run_threads(worlds, [&](World& world) {
-    RankOptions options;
-    options.deadline = kShort;
-    const std::unique_ptr<Rank> rank = gpu_rank(world, problem, options);
+    const std::unique_ptr<Rank> rank = gpu_rank(world, problem, {.deadline = kShort});
     rank->start(all_to_all::find_rungs(GetParam())[0].features, rank->default_grids());
     world.barrier();
     if (world.rank() == 2) {

@@ -54,9 +54,7 @@ TEST_P(GpuCalls, IdsInI64AndWeightsInBf16) {
 
 TEST_P(GpuCalls, LargeIdsAreNoneWhereAsked) {
   Sentinels sentinels(batch_, kExperts);
-  LayerOptions options;
-  options.large_ids_are_none = true;
-  DeviceLayer layer(spec_, weights_, tokens_, options);
+  DeviceLayer layer(spec_, weights_, tokens_, {.large_ids_are_none = true});
   const BatchResult expected = layer.run(sentinels.without, DType::kBF16);
   const BatchResult result = layer.run(sentinels.with, DType::kBF16);
   EXPECT_EQ(result.ids, sentinels.without.topk_ids);
@@ -69,9 +67,7 @@ TEST_P(GpuCalls, LargeIdsAreNoneWhereAsked) {
 
 TEST_P(GpuCalls, BadIdsAreSkippedAndCountedWhereAsked) {
   BadRouting routing(batch_, kExperts, kTopK);
-  LayerOptions options;
-  options.bad_ids = BadIds::kSkip;
-  DeviceLayer layer(spec_, weights_, tokens_, options);
+  DeviceLayer layer(spec_, weights_, tokens_, {.bad_ids = BadIds::kSkip});
   const BatchResult expected = layer.run(routing.good, DType::kBF16);
   EXPECT_EQ(expected.stats[0].bad_slots, 0);
   const BatchResult result = layer.run(routing.bad, DType::kBF16);
@@ -91,9 +87,7 @@ TEST_P(GpuCalls, IdsThatNoI32HoldsAreBad) {
   DeviceLayer raises(spec_, weights_, tokens_);
   EXPECT_ERROR(raises.run(batch_, DType::kBF16, adjust), ErrorCode::kInvalidArgument,
                "token 1 has expert id ");
-  LayerOptions options;
-  options.bad_ids = BadIds::kSkip;
-  DeviceLayer skips(spec_, weights_, tokens_, options);
+  DeviceLayer skips(spec_, weights_, tokens_, {.bad_ids = BadIds::kSkip});
   const BatchResult result = skips.run(batch_, DType::kBF16, adjust);
   EXPECT_EQ(result.ids[6], kNoExpert);
   EXPECT_EQ(result.stats[0].bad_slots, 1);
@@ -103,9 +97,7 @@ TEST_P(GpuCalls, TokensOutsideTheHashTableAreSkippedWhereAsked) {
   spec_.routing.method = RoutingMethod::kHash;
   weights_ = make_weights(spec_, DType::kBF16, 3);
   Batch batch = random_batch(spec_, tokens_, DType::kBF16, 4);
-  LayerOptions options;
-  options.bad_ids = BadIds::kSkip;
-  DeviceLayer layer(spec_, weights_, tokens_, options);
+  DeviceLayer layer(spec_, weights_, tokens_, {.bad_ids = BadIds::kSkip});
   const BatchResult good = layer.run(batch, DType::kBF16);
   batch.token_ids[7] = -5;
   const BatchResult result = layer.run(batch, DType::kBF16);

@@ -37,13 +37,14 @@ void expect_drops_of_reference(const LayerSpec& spec, const MoeWeights& weights,
                                const Shares& shares, bool fp8) {
   std::int64_t dropped = 0;
   const Batch kept = kept_of(spec, batch, shares, dropped);
-  reference::ReferenceInput input;
-  input.activations = batch.x.view();
-  input.topk_ids = batch.topk_ids;
-  input.topk_weights = batch.topk_weights;
-  input.tokens_per_rank = shares.count;
-  input.quantised = fp8;
-  EXPECT_EQ(reference::forward(spec, weights, input).num_dropped, dropped);
+  EXPECT_EQ(reference::forward(spec, weights,
+                               {.activations = batch.x.view(),
+                                .topk_ids = batch.topk_ids,
+                                .topk_weights = batch.topk_weights,
+                                .quantised = fp8,
+                                .tokens_per_rank = shares.count})
+                .num_dropped,
+            dropped);
 
   const BatchResult result = run_on_gpus(spec, weights, batch, shares, DType::kBF16);
   EXPECT_EQ(result.ids, kept.topk_ids);

@@ -59,14 +59,12 @@ TEST_P(GpuExchangeSoak, CallsWithoutABarrier) {
   test::run_threads(
       World::threads(shape.ranks, test::with_deadline(std::chrono::milliseconds(30'000))),
       [&](World& world) {
-        ExchangeSpec spec;
-        spec.hidden = shape.hidden;
-        spec.num_experts = shape.experts;
-        spec.top_k = shape.top_k;
-        spec.max_tokens = shape.max_tokens;
-        ExchangeOptions options;
-        options.backend = Backend::kCuda;
-        options.device = world.rank() % gpu::device_count();
+        const ExchangeSpec spec{.hidden = shape.hidden,
+                                .num_experts = shape.experts,
+                                .top_k = shape.top_k,
+                                .max_tokens = shape.max_tokens};
+        const ExchangeOptions options{.backend = Backend::kCuda,
+                                      .device = world.rank() % gpu::device_count()};
         gpu::set_device(options.device);
         const gpu::Stream stream;
         Exchange exchange(world, spec, options);
@@ -91,14 +89,13 @@ TEST_P(GpuExchangeSoak, CallsWithoutABarrier) {
             input.weights = {memory.weights, DType::kF32, slots};
           }
           input.stream = stream.handle();
-          DispatchOutput output;
-          output.rows = arrays.rows.data();
-          output.capacity = capacity;
-          output.ends = memory.ends;
-          output.num_rows = memory.num_rows;
-          output.origins = memory.origins;
-          output.weights = memory.row_weights;
-          output.stream = stream.handle();
+          const DispatchOutput output{.rows = arrays.rows.data(),
+                                      .capacity = capacity,
+                                      .ends = memory.ends,
+                                      .num_rows = memory.num_rows,
+                                      .origins = memory.origins,
+                                      .weights = memory.row_weights,
+                                      .stream = stream.handle()};
           if (in_two) {
             exchange.dispatch_send(input, handle);
             exchange.dispatch_recv(output, handle);
@@ -109,11 +106,9 @@ TEST_P(GpuExchangeSoak, CallsWithoutABarrier) {
           CombineInput results;
           results.rows = {arrays.rows.data(), DType::kBF16, capacity, shape.hidden, shape.hidden};
           results.stream = stream.handle();
-          CombineOutput sums;
-          sums.data = arrays.out.data();
-          sums.dtype = DType::kF32;
-          sums.stream = stream.handle();
-          exchange.combine(results, sums, handle);
+          exchange.combine(
+              results, {.data = arrays.out.data(), .dtype = DType::kF32, .stream = stream.handle()},
+              handle);
           soak_check_sums(call, memory, findings, stream.handle());
           // Of this rank alone. A queue of launches that is full would stop this process's threads.
           if (c % 40 == 39) stream.synchronize();

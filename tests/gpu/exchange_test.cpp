@@ -130,9 +130,7 @@ TEST_F(GpuExchange, AThousandStartsOnASharedGpu) {
     const ExchangeSpec spec = small_spec();
     const ExchangeBatch batch(spec, ranks, DType::kBF16, 7);
     test::run_threads(Player::worlds(ranks), [&](World& world) {
-      ExchangeOptions options;
-      options.deadline = std::chrono::seconds(5);
-      Player player(world, spec, 1, options);
+      Player player(world, spec, 1, {.deadline = std::chrono::seconds(5)});
       player.round(batch);
       for (int start = 0; start < starts; ++start) {
         world.barrier();
@@ -320,8 +318,7 @@ INSTANTIATE_TEST_SUITE_P(Calls, GpuExchangeStall, ::testing::Bool());
 TEST_F(GpuExchange, WorkBetweenSendAndReceive) {
   const ExchangeSpec spec = small_spec(12, 3, 300);
   const ExchangeBatch batch(spec, 2, DType::kBF16, 1, {300, 299});
-  ExchangeOptions options;
-  options.trace = true;
+  const ExchangeOptions options{.trace = true};
   std::vector<PassTrace> traces(2);
   std::vector<World> worlds = Player::worlds(2);
   Gate gate;

@@ -196,11 +196,8 @@ TEST_P(GpuFewTokens, TakeTurnsWithLargePassesInGraphs) {
   const std::vector<LayerSpec> specs = {spec_of(512, 256, 24, 4), spec_of(256, 768, 12, 8)};
   const std::vector<MoeWeights> weights = {make_weights(specs[0], type, 3),
                                            make_weights(specs[1], type, 4)};
-  WorkspaceOptions options;
-  options.backend = Backend::kCuda;
-  options.max_tokens = 64;
-  options.compute = type;
-  const Workspace workspace(DeviceLayer::world(), specs, options);
+  const Workspace workspace(DeviceLayer::world(), specs,
+                            {.backend = Backend::kCuda, .max_tokens = 64, .compute = type});
   std::vector<std::unique_ptr<DeviceLayer>> layers;
   for (std::size_t l = 0; l < 2; ++l) {
     layers.push_back(std::make_unique<DeviceLayer>(

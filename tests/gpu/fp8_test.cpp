@@ -244,9 +244,7 @@ TEST_F(GpuFp8, CostsSomePercentOfTheBf16Layer) {
   const MoeWeights weights = fp8_weights(spec);
   const Batch batch = routed_batch(spec, 300, DType::kBF16);
   const auto run = [&](DType compute) {
-    LayerOptions options;
-    options.compute = compute;
-    return run_on_gpu(spec, weights, batch, DType::kF32, options).output.floats();
+    return run_on_gpu(spec, weights, batch, DType::kF32, {.compute = compute}).output.floats();
   };
   const std::vector<float> wide = run(DType::kBF16);
   const double loss =

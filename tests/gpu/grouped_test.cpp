@@ -372,9 +372,7 @@ TEST_F(GpuGroupedGemm, GraphsReadTheEndsOfTheirReplay) {
   c.epilogue = Activation();
   c.rows = {30, 0, 70, 9};
   const Problem problem(c);
-  GroupedGemmOptions options;
-  options.backend = Backend::kCuda;
-  GroupedGemm gemm(problem.spec(), problem.weights(), options);
+  GroupedGemm gemm(problem.spec(), problem.weights(), {.backend = Backend::kCuda});
   const Rows expected = run_on_gpu(problem);
   const Rows replayed = problem.run(
       gemm, [](GroupedGemm& op, GroupedInput input, GroupedOutput output,
@@ -545,8 +543,7 @@ TEST_F(GpuGroupedGemm, EveryConfiguration) {
         for (const int band : {1, 3, 64}) {
           for (const bool paired : {false, true}) {
             for (const int splits : {1, 2, 4}) {
-              GroupedSchedule schedule;
-              schedule.tile_rows = tile_rows;
+              GroupedSchedule schedule{.tile_rows = tile_rows};
               if (stages != 0) schedule.stages = stages;
               schedule.band = band;
               schedule.paired = paired;
@@ -557,10 +554,7 @@ TEST_F(GpuGroupedGemm, EveryConfiguration) {
           }
         }
       }
-      GroupedSchedule schedule;
-      schedule.tile_rows = tile_rows;
-      schedule.splits = 8;
-      expect_as_good(plain, run_on_gpu(plain, schedule));
+      expect_as_good(plain, run_on_gpu(plain, {.tile_rows = tile_rows, .splits = 8}));
     }
   }
   EXPECT_EQ(count, 612);
@@ -578,8 +572,7 @@ TEST_F(GpuGroupedGemm, RowsThroughAnIndexAtEveryHeight) {
       const Problem problem(c);
       for (const bool paired : {false, true}) {
         SCOPED_TRACE(::testing::Message() << c << (paired ? ", paired" : ""));
-        GroupedSchedule schedule;
-        schedule.paired = paired;
+        const GroupedSchedule schedule{.paired = paired};
         const Rows all = run_on_gpu(problem, schedule);
         expect_as_good(problem, all);
         GroupedGemmOptions options = problem.options();
@@ -636,9 +629,7 @@ TEST_F(GpuGroupedGemm, ConvertedRowsAreCapturedAfterACallOfTheirSize) {
   c.x = DType::kF16;
   const Problem problem(c);
   const Rows expected = run_on_gpu(problem);
-  GroupedGemmOptions options;
-  options.backend = Backend::kCuda;
-  GroupedGemm gemm(problem.spec(), problem.weights(), options);
+  GroupedGemm gemm(problem.spec(), problem.weights(), {.backend = Backend::kCuda});
   const auto captured = [&] {
     return problem.run(
         gemm, [](GroupedGemm& op, GroupedInput input, GroupedOutput output,

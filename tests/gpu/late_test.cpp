@@ -199,9 +199,8 @@ TEST_F(LateOnGpu, WithSchedulesOfTheCaller) {
     for (const Schedule& schedule :
          {Schedule{.paired_rows = 0, .band = 4}, Schedule{.paired_rows = -1, .lag = 1},
           Schedule{.lag = 40, .splits = 4}}) {
-      LayerOptions options;
-      options.schedule = schedule;
-      expect_same_bits(spec, w, batch, Shares::even(1200, 2), all_delays(2), options);
+      expect_same_bits(spec, w, batch, Shares::even(1200, 2), all_delays(2),
+                       {.schedule = schedule});
       if (HasFailure()) return;
     }
   }
@@ -220,8 +219,7 @@ TEST_F(LateOnGpu, WorksBeforeTheLateRankComes) {
     const MoeWeights w = make_weights(spec, fp8 ? kFp8 : DType::kBF16);
     const Batch batch = routed(spec, kTokens, 1.0);
     const Shares shares = Shares::even(kTokens, 2);
-    LayerOptions options;
-    options.trace = true;
+    LayerOptions options{.trace = true};
     for (const bool waits : {false, true}) {
       SCOPED_TRACE(::testing::Message() << (fp8 ? "fp8" : "bf16") << ", waits " << waits);
       options.patience = waits ? kForEver : microseconds(20);
@@ -262,8 +260,7 @@ TEST_F(LateOnGpu, InAGraph) {
   const MoeWeights w = make_weights(spec, DType::kBF16);
   const Shares shares = Shares::of({400, 320});
   const Batch batch = random_batch(spec, 720, DType::kBF16, 4);
-  LayerOptions options;
-  options.patience = kForEver;
+  LayerOptions options{.patience = kForEver};
   const BatchResult expected = run_on_gpus(spec, w, batch, shares, DType::kBF16, 1, options);
   options.patience = microseconds(20);
   run_all_ranks(World::threads(2), [&](const World& world) {
@@ -294,9 +291,7 @@ TEST_F(LateOnGpu, ADeadRankIsNamed) {
   spec.shared_intermediate = 136;
   const MoeWeights w = make_weights(spec, DType::kBF16);
   const Batch batch = random_batch(spec, 600, DType::kBF16, 4);
-  LayerOptions options;
-  options.deadline = milliseconds(200);
-  options.patience = microseconds(0);
+  const LayerOptions options{.deadline = milliseconds(200), .patience = microseconds(0)};
   for (const int ranks : {2, 3}) {
     const Shares shares = Shares::even(600, ranks);
     for (const int absent : {0, ranks - 1}) {
@@ -313,8 +308,7 @@ TEST_F(LateOnGpu, RanksThatDifferInPatience) {
   const MoeWeights w = make_weights(spec, DType::kBF16);
   const Batch batch = routed(spec, 900, 0.8);
   const Shares shares = Shares::even(900, 3);
-  LayerOptions options;
-  options.patience = kForEver;
+  const LayerOptions options{.patience = kForEver};
   const BatchResult expected = run_on_gpus(spec, w, batch, shares, DType::kBF16, 1, options);
   for (int patient = 0; patient < 3; ++patient) {
     run_all_ranks(World::threads(3), [&](const World& world) {
@@ -345,8 +339,7 @@ TEST_F(LateOnGpu, SoakOfRandomLatenessAndSizes) {
     std::vector<Batch> batches;
     std::vector<Shares> shares;
     std::vector<BatchResult> expected;
-    LayerOptions options;
-    options.patience = kForEver;
+    const LayerOptions options{.patience = kForEver};
     constexpr int kMostTokens = 900;
     for (int b = 0; b < kBatches; ++b) {
       std::vector<std::int64_t> counts;
@@ -362,9 +355,7 @@ TEST_F(LateOnGpu, SoakOfRandomLatenessAndSizes) {
     }
     std::atomic<int> different{0};
     run_all_ranks(World::threads(kRanks), [&](const World& world) {
-      LayerOptions mine;
-      mine.patience = microseconds(20);
-      DeviceRank rank(world, spec, w, kMostTokens, mine);
+      DeviceRank rank(world, spec, w, kMostTokens, {.patience = microseconds(20)});
       std::vector<std::unique_ptr<DeviceBatch>> mine_of;
       for (int b = 0; b < kBatches; ++b) {
         const auto i = static_cast<std::size_t>(b);

@@ -219,8 +219,7 @@ TEST_F(GpuRouting, AnExpertNamedTwiceIsAnErrorAndHasTheTokenOnce) {
 }
 
 TEST_F(GpuRouting, BeforeTheFirstPassThereIsNothing) {
-  LayerOptions options;
-  options.trace = true;
+  const LayerOptions options{.trace = true};
   const LayerSpec spec = wide_spec(16, 4);
   DeviceLayer layer(spec, make_weights(spec, DType::kBF16, 3), 8, options);
   EXPECT_EQ(layer.layer().stats().epoch, 0u);
@@ -421,9 +420,7 @@ TEST_F(GpuTypes, WeightsOfEveryType) {
   const LayerSpec spec = wide_spec(16, 4);
   for (const DType dtype : {DType::kF32, DType::kF16, DType::kF8E4M3}) {
     const MoeWeights w = make_weights(spec, dtype, 3);
-    LayerOptions options;
-    options.compute = DType::kBF16;
-    DeviceLayer layer(spec, w, 130, options);
+    DeviceLayer layer(spec, w, 130, {.compute = DType::kBF16});
     const Batch batch = random_batch(spec, 130, DType::kBF16, 4);
     expect_accurate(spec, w, batch, layer.run(batch, DType::kBF16));
   }
@@ -442,10 +439,10 @@ TEST_F(GpuOptions, FewerMultiprocessorsGiveTheSameBits) {
     expect_accurate(spec, w, batch, all);
     for (const int reserved : {1, 17, num_sms - 1}) {
       SCOPED_TRACE(::testing::Message() << tokens << " tokens, " << reserved << " reserved");
-      LayerOptions options;
-      options.reserved_sms = reserved;
-      options.cooperative_launch = reserved != 17;
-      const BatchResult fewer = DeviceLayer(spec, w, tokens, options).run(batch, DType::kBF16);
+      const BatchResult fewer =
+          DeviceLayer(spec, w, tokens,
+                      {.reserved_sms = reserved, .cooperative_launch = reserved != 17})
+              .run(batch, DType::kBF16);
       EXPECT_EQ(fewer.ids, all.ids);
       EXPECT_TRUE(fewer.weights == all.weights);
       EXPECT_TRUE(fewer.output == all.output);
@@ -471,9 +468,8 @@ TEST_F(GpuOptions, OneMultiprocessorPacksMoreTilesThanItHasSlots) {
   for (int t = 0; t < 64; ++t) batch.topk_ids.push_back(t);
   batch.topk_weights.assign(64, 0.5f);
   const BatchResult expected = DeviceLayer(spec, w, 64).run(batch, DType::kBF16);
-  LayerOptions options;
-  options.reserved_sms = gpu::device_info(gpu::current_device()).num_sms - 1;
-  DeviceLayer layer(spec, w, 64, options);
+  DeviceLayer layer(spec, w, 64,
+                    {.reserved_sms = gpu::device_info(gpu::current_device()).num_sms - 1});
   EXPECT_TRUE(layer.run(batch, DType::kBF16).output == expected.output);
 }
 
@@ -484,8 +480,7 @@ TEST_F(GpuOptions, WhatItDoesNotDoIsRefused) {
   LayerSpec spec = wide_spec(16, 4);
   spec.hidden = 36;
   EXPECT_EQ(build(spec), ErrorCode::kUnsupported);
-  LayerOptions options;
-  options.compute = DType::kF32;
+  LayerOptions options{.compute = DType::kF32};
   EXPECT_EQ(build(wide_spec(16, 4), options), ErrorCode::kUnsupported);
   options = {};
   options.reserved_sms = gpu::device_info(gpu::current_device()).num_sms;
@@ -521,8 +516,7 @@ TEST_F(GpuOptions, AWaitPastItsDeadlineIsATypedError) {
   slow.hidden = 16;
   slow.intermediate = 1 << 20;
   const MoeWeights slow_weights = make_weights(slow, DType::kBF16, 3);
-  LayerOptions options;
-  options.deadline = std::chrono::milliseconds(1);
+  const LayerOptions options{.deadline = std::chrono::milliseconds(1)};
   // Fewer would split the task; the second number is done by pairs of blocks.
   for (const int tokens : {40, 200}) {
     SCOPED_TRACE(::testing::Message() << tokens << " tokens");
@@ -555,8 +549,7 @@ TEST_F(GpuOptions, RowsThatAreNotAlignedAreRefused) {
   const gpu::DeviceBuffer memory(1 << 16);
   ForwardInput input;
   input.activations = {memory.data() + 2, DType::kBF16, 4, spec.hidden, spec.hidden};
-  ForwardOutput output;
-  output.data = memory.data() + (1 << 15);
+  const ForwardOutput output{.data = memory.data() + (1 << 15)};
   EXPECT_EQ(code_of([&] { layer.layer().forward(input, output); }), ErrorCode::kInvalidArgument);
   input.activations = {memory.data(), DType::kBF16, 4, spec.hidden, spec.hidden + 1};
   EXPECT_EQ(code_of([&] { layer.layer().forward(input, output); }), ErrorCode::kInvalidArgument);

@@ -115,16 +115,14 @@ class DevicePermute {
 
   void put(std::span<const Id> ids) { ids_.put(ids); }
   DevicePermutation output() const {
-    DevicePermutation out;
-    out.layout = layout_;
-    out.ends = ends_.data();
-    out.positions = positions_.data();
-    out.tokens = tokens_.data();
-    out.rows = static_cast<std::int64_t>(tokens_.size());
-    out.dropped = dropped_.data();
-    out.workspace = workspace_.data();
-    out.workspace_bytes = workspace_.size();
-    return out;
+    return {.layout = layout_,
+            .ends = ends_.data(),
+            .positions = positions_.data(),
+            .tokens = tokens_.data(),
+            .rows = static_cast<std::int64_t>(tokens_.size()),
+            .dropped = dropped_.data(),
+            .workspace = workspace_.data(),
+            .workspace_bytes = workspace_.size()};
   }
   SlotView ids() const { return {ids_.data(), ids_.size()}; }
   std::vector<Id> fetched_ids() const { return ids_.values(); }
@@ -364,11 +362,8 @@ void expect_unpermuted(const UnpermuteCase& c) {
       expected.set(at, c.accumulate ? sum + before.get(at) : sum);
     }
   }
-  ForwardOutput output;
-  output.dtype = c.out;
-  output.row_stride = stride;
-  output.scale = c.scale;
-  output.accumulate = c.accumulate;
+  ForwardOutput output{
+      .dtype = c.out, .row_stride = stride, .scale = c.scale, .accumulate = c.accumulate};
   SlotView weights;
 
   const auto bytes = [](const Matrix& m) {
@@ -394,11 +389,7 @@ TEST_F(GpuUnpermute, TypesAndSizes) {
     for (const DType out : {DType::kBF16, DType::kF16, DType::kF32}) {
       for (const int hidden : {1, 8, 77, 250, 256, 264, 1000, 4096}) {
         for (const int top_k : {1, 2, 8, 9, 33, 70}) {
-          UnpermuteCase c;
-          c.in = in;
-          c.out = out;
-          c.hidden = hidden;
-          c.top_k = top_k;
+          UnpermuteCase c{.in = in, .out = out, .hidden = hidden, .top_k = top_k};
           expect_unpermuted(c);
           c.accumulate = true;
           c.scale = 1.3f;
@@ -417,13 +408,12 @@ TEST_F(GpuUnpermute, StridesAlignmentWeightsAndTokens) {
       if (shift > pad) continue;
       for (const int weights : {0, 1, 2}) {
         for (const bool accumulate : {false, true}) {
-          UnpermuteCase c;
-          c.hidden = 520;
-          c.pad = pad;
-          c.shift = shift;
-          c.weights = weights;
-          c.scale = accumulate ? 0.7f : 1.0f;
-          c.accumulate = accumulate;
+          UnpermuteCase c{.hidden = 520,
+                          .pad = pad,
+                          .shift = shift,
+                          .weights = weights,
+                          .scale = accumulate ? 0.7f : 1.0f,
+                          .accumulate = accumulate};
           expect_unpermuted(c);
           c.in = DType::kF32;
           expect_unpermuted(c);
@@ -443,9 +433,7 @@ TEST_F(GpuUnpermute, PositionsThatAreNoRowAreLeftOut) {
   const std::vector<std::int32_t> positions{0, 2, -7, 1, 2147483647, -1};
   const DeviceArray<float> rows(values), out(6);
   const DeviceArray<std::int32_t> places(positions);
-  ForwardOutput output;
-  output.data = out.data();
-  output.dtype = DType::kF32;
+  const ForwardOutput output{.data = out.data(), .dtype = DType::kF32};
   unpermute({rows.data(), DType::kF32, 2, 2, 2}, {places.data(), positions.size()}, {}, 2, output,
             {});
   gpu::synchronize_device();
@@ -624,22 +612,17 @@ class LayerOfOperators {
     if (indexed_) {
       input.index = index;
     } else {
-      ForwardOutput gathered;
-      gathered.data = gathered_.data();
+      const ForwardOutput gathered{.data = gathered_.data()};
       unpermute(input.x, index, {}, 1, gathered, where);
       input.x = {gathered_.data(), DType::kBF16, num_rows, spec_.hidden, spec_.hidden};
     }
-    GroupedOutput output;
-    output.data = h_.data();
-    output.rows = num_rows;
-    output.layout = order.layout;
+    GroupedOutput output{.data = h_.data(), .rows = num_rows, .layout = order.layout};
     gate_up_.run(input, output);
     input.x = {h_.data(), DType::kBF16, num_rows, spec_.intermediate, spec_.intermediate};
     input.index = {};
     output.data = y_.data();
     down_.run(input, output);
-    ForwardOutput summed;
-    summed.data = out_.data();
+    const ForwardOutput summed{.data = out_.data()};
     unpermute({y_.data(), DType::kBF16, num_rows, spec_.hidden, spec_.hidden},
               {order.positions, slots()}, {weights_.data(), slots()}, spec_.top_k, summed, where);
   }
@@ -659,18 +642,15 @@ class LayerOfOperators {
   }
   static GroupedGemm make(const LayerSpec& spec, const std::vector<Matrix>& gate_up,
                           const MoeWeights& weights, bool first) {
-    GroupedGemmSpec gemm;
-    gemm.num_experts = spec.num_experts;
-    gemm.n = first ? 2 * spec.intermediate : spec.hidden;
-    gemm.k = first ? spec.hidden : spec.intermediate;
+    GroupedGemmSpec gemm{.num_experts = spec.num_experts,
+                         .n = first ? 2 * spec.intermediate : spec.hidden,
+                         .k = first ? spec.hidden : spec.intermediate};
     if (first) gemm.epilogue = spec.activation;
     GroupedGemmWeights matrices;
     for (std::size_t e = 0; e < gate_up.size(); ++e) {
       matrices.matrices.push_back(first ? gate_up[e].view() : weights.experts[e].down);
     }
-    GroupedGemmOptions options;
-    options.backend = Backend::kCuda;
-    return GroupedGemm(gemm, matrices, options);
+    return GroupedGemm(gemm, matrices, {.backend = Backend::kCuda});
   }
 
   LayerSpec spec_;

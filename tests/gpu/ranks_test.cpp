@@ -195,8 +195,7 @@ TEST_F(RanksTest, RowsOfManyLevelsPackedTogether) {
     }
   }
   batch.topk_weights.assign(batch.topk_ids.size(), 1.0f);
-  LayerOptions options;
-  options.deadline = std::chrono::seconds(3);
+  const LayerOptions options{.deadline = std::chrono::seconds(3)};
   const BatchResult one = run_on_gpus(spec, w, batch, Shares::of({2 * kTokens}), DType::kBF16, 1);
   const BatchResult two =
       run_on_gpus(spec, w, batch, Shares::even(2 * kTokens, 2), DType::kBF16, 2, options);
@@ -346,8 +345,7 @@ TEST_F(RanksTest, ARankThatSkipsACallIsNamed) {
   const MoeWeights w = make_weights(spec, DType::kBF16);
   const Batch batch = random_batch(spec, 300, DType::kBF16, 4);
   const Shares shares = Shares::even(300, 3);
-  LayerOptions options;
-  options.deadline = std::chrono::milliseconds(200);
+  const LayerOptions options{.deadline = std::chrono::milliseconds(200)};
   for (const int absent : {0, 2}) {
     SCOPED_TRACE(::testing::Message() << "rank " << absent << " is absent");
     expect_absent_is_named(spec, w, batch, shares, absent, options);
@@ -550,15 +548,11 @@ void leave_rank_0_waiting(LayerOptions options, bool destroys) {
 }
 
 TEST_F(RanksTest, AbortEndsKernelsThatWait) {
-  LayerOptions options;
-  options.deadline = std::chrono::seconds(60);
-  leave_rank_0_waiting(options, false);
+  leave_rank_0_waiting({.deadline = std::chrono::seconds(60)}, false);
 }
 
 TEST_F(RanksTest, DestructionWaitsForTheDeadlineAtMost) {
-  LayerOptions options;
-  options.deadline = std::chrono::seconds(2);
-  leave_rank_0_waiting(options, true);
+  leave_rank_0_waiting({.deadline = std::chrono::seconds(2)}, true);
 }
 
 // Experts in a random order, and some of them twice; then in another.
@@ -591,8 +585,7 @@ TEST_F(RanksTest, ExpertsStandWhereThePlacementSays) {
         }
         return own;
       };
-      LayerOptions options;
-      options.placement = placements[0];
+      const LayerOptions options{.placement = placements[0]};
       DeviceRank rank(world, spec, places_of(placements[0]), 300, options);
       rank.run(batch, shares, results[0]);
       rank.layer().rebind(places_of(placements[1]), placements[1]);

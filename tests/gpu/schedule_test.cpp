@@ -24,9 +24,7 @@ class GpuSchedule : public OnGpu<::testing::TestWithParam<DType>> {
         weights_(GetParam() == kFp8 ? fp8_weights(spec_) : make_weights(spec_, GetParam(), 3)) {}
 
   BatchResult run(const Schedule& schedule, const Batch& batch) const {
-    LayerOptions options;
-    options.schedule = schedule;
-    DeviceLayer layer(spec_, weights_, 1500, options);
+    DeviceLayer layer(spec_, weights_, 1500, {.schedule = schedule});
     const BatchResult result = layer.run(batch, DType::kBF16);
     if (GetParam() == kFp8) {
       expect_accurate_fp8(spec_, weights_, batch, result, 0.8);
@@ -83,17 +81,14 @@ TEST_P(GpuSchedule, EverySplit) {
 
 // A table chooses among schedules by the tokens of a pass; in large passes that changes no bit.
 TEST_P(GpuSchedule, ATableChoosesByTokens) {
-  tuner::Table table;
-  table.kernel = layer_kernel_name(GetParam());
-  table.version = kLayerKernelVersion;
+  tuner::Table table{.kernel = layer_kernel_name(GetParam()), .version = kLayerKernelVersion};
   table.device = {"this machine", gpu::device_info(gpu::current_device()).num_sms, 0};
   table.model = {"a model", spec_.num_experts, spec_.top_k, 2 * spec_.intermediate, spec_.hidden};
   const auto add = [&](float a, float c, std::vector<std::pair<std::string, std::int64_t>> values) {
-    tuner::Configuration configuration;
-    configuration.name = std::to_string(table.entries.size());
-    configuration.token_rows = 128;
-    configuration.weight_rows = 256;
-    configuration.values = std::move(values);
+    const tuner::Configuration configuration{.name = std::to_string(table.entries.size()),
+                                             .token_rows = 128,
+                                             .weight_rows = 256,
+                                             .values = std::move(values)};
     table.entries.push_back({configuration, a, 0, c, 0});
   };
   add(0, 1, {{"small_tokens", 32}, {"splits", 2}});

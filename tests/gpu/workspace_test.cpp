@@ -38,12 +38,10 @@ struct Shapes {
     }
   }
   WorkspaceOptions options(const DeviceAllocator& allocator = {}) const {
-    WorkspaceOptions options;
-    options.backend = Backend::kCuda;
-    options.max_tokens = kMostTokens;
-    options.compute = compute;
-    options.allocator = allocator;
-    return options;
+    return {.backend = Backend::kCuda,
+            .max_tokens = kMostTokens,
+            .compute = compute,
+            .allocator = allocator};
   }
   DeviceLayer make(std::size_t l, const Workspace* workspace) const {
     return {specs[l],

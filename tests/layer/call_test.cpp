@@ -8,14 +8,7 @@
 namespace switchyard {
 namespace {
 
-LayerSpec spec() {
-  LayerSpec s;
-  s.hidden = 8;
-  s.intermediate = 8;
-  s.num_experts = 4;
-  s.top_k = 2;
-  return s;
-}
+LayerSpec spec() { return {.hidden = 8, .intermediate = 8, .num_experts = 4, .top_k = 2}; }
 
 // Addresses that nobody can read, as device memory is to the host. Each number has its own page.
 template <typename T>
@@ -134,8 +127,7 @@ TEST(Call, QuantisedActivationsNeedAnFp8LayerAndNoGate) {
 
 TEST(Call, IdsAreCheckedWhereTheHostCanReadThem) {
   std::vector<std::int32_t> ids = {0, 1, kNoExpert, kNoExpert, 3, 2};
-  ForwardInput input;
-  input.topk_ids = ids;
+  const ForwardInput input{.topk_ids = ids};
   check_ids(spec(), {}, input);
   ids[4] = 4;
   EXPECT_ERROR(check_ids(spec(), {}, input), ErrorCode::kInvalidArgument, "topk_ids[2][0] is 4");
@@ -148,10 +140,8 @@ TEST(Call, IdsAreCheckedWhereTheHostCanReadThem) {
   MoeWeights weights;
   weights.hash_table.rows = 10;
   const std::vector<std::int32_t> tokens = {0, 9, 10};
-  ForwardInput hashed;
-  hashed.token_ids = tokens;
-  EXPECT_ERROR(check_ids(by_table, weights, hashed), ErrorCode::kInvalidArgument, "token id 10",
-               "vocabulary of 10");
+  EXPECT_ERROR(check_ids(by_table, weights, {.token_ids = tokens}), ErrorCode::kInvalidArgument,
+               "token id 10", "vocabulary of 10");
 }
 
 }  // namespace

@@ -15,13 +15,11 @@ namespace {
 constexpr DType kFp8 = DType::kF8E4M3;
 
 LayerSpec spec(int shared_intermediate = 0) {
-  LayerSpec s;
-  s.hidden = 256;
-  s.intermediate = 192;
-  s.num_experts = 2;
-  s.top_k = 1;
-  s.shared_intermediate = shared_intermediate;
-  return s;
+  return {.hidden = 256,
+          .intermediate = 192,
+          .num_experts = 2,
+          .top_k = 1,
+          .shared_intermediate = shared_intermediate};
 }
 
 MoeWeights weights(DType dtype, int shared_intermediate = 0) {
@@ -123,11 +121,9 @@ TEST(Compute, EveryMatrixCounts) {
 
 TEST(Compute, TheLayerTells) {
   const auto compute_of = [](const MoeWeights& w, std::optional<DType> asked) {
-    LayerOptions options;
-    options.max_tokens = 4;
-    options.num_threads = 1;
-    options.compute = asked;
-    return MoeLayer(World::single(), spec(), w, options).compute();
+    return MoeLayer(World::single(), spec(), w,
+                    {.max_tokens = 4, .num_threads = 1, .compute = asked})
+        .compute();
   };
   EXPECT_EQ(compute_of(weights(kFp8), {}), kFp8);
   EXPECT_EQ(compute_of(weights(kFp8), DType::kF32), DType::kF32);

@@ -60,11 +60,7 @@ class Tensors {
  public:
   void add(const std::string& name, const std::string& dtype, std::vector<std::int64_t> shape,
            const std::vector<float>& values) {
-    TensorInfo info;
-    info.name = name;
-    info.dtype = dtype;
-    info.shape = std::move(shape);
-    infos_.push_back(info);
+    infos_.push_back({.name = name, .dtype = dtype, .shape = std::move(shape)});
     for (const float v : values) {
       if (dtype == "F32") {
         const auto* const bytes = reinterpret_cast<const std::byte*>(&v);

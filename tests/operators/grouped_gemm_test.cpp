@@ -83,9 +83,7 @@ TEST(GroupedGemm, NoRowsAtAll) {
   const Problem problem(c);
   GroupedGemm gemm(problem.spec(), problem.weights(), problem.options());
   const std::vector<std::int64_t> ends(3);
-  GroupedInput input;
-  input.ends = ends;
-  gemm.run(input, {});
+  gemm.run({.ends = ends}, {});
 }
 
 TEST(GroupedGemm, EveryActivationOrderAndType) {
@@ -371,14 +369,11 @@ void expect_bits_of_layer(const LayerSpec& spec, DType dtype, DType x, GateOrder
   constexpr std::int64_t kTokens = 203;
   const MoeWeights weights = make_weights(spec, dtype, 11, 1);
   const Batch batch = routed_batch(spec, kTokens, x);
-  LayerOptions layer_options;
-  layer_options.num_threads = threads;
-  const BatchResult fused =
-      run_batch(spec, weights, batch, Shares::even(kTokens, 1), DType::kF32, layer_options);
+  const BatchResult fused = run_batch(spec, weights, batch, Shares::even(kTokens, 1), DType::kF32,
+                                      {.num_threads = threads});
 
   const Fused problem(spec, weights, order);
-  GroupedGemmOptions options;
-  options.num_threads = threads;
+  const GroupedGemmOptions options{.num_threads = threads};
   const int gate_up_rows = (spec.activation.gated ? 2 : 1) * spec.intermediate;
   GroupedGemm gate_up({spec.num_experts, gate_up_rows, spec.hidden, spec.activation, order},
                       problem.gate_up, options);
@@ -391,25 +386,18 @@ void expect_bits_of_layer(const LayerSpec& spec, DType dtype, DType x, GateOrder
   const auto rows = static_cast<std::int64_t>(order_of_rows.tokens.size());
   Matrix h(rows, spec.intermediate, value), y(rows, spec.hidden, value),
       out(kTokens, spec.hidden, DType::kF32);
-  GroupedInput input;
-  input.layout = layout;
-  input.ends = order_of_rows.ends;
-  input.x = batch.x.view();
-  input.index = order_of_rows.tokens;
-  GroupedOutput output;
-  output.layout = layout;
-  output.rows = rows;
-  output.dtype = value;
-  output.data = h.row(0);
+  GroupedInput input{.x = batch.x.view(),
+                     .layout = layout,
+                     .ends = order_of_rows.ends,
+                     .index = order_of_rows.tokens};
+  GroupedOutput output{.data = h.row(0), .dtype = value, .rows = rows, .layout = layout};
   gate_up.run(input, output);
   input.x = h.view();
   input.index = {};
   output.data = y.row(0);
   down.run(input, output);
-  ForwardOutput result;
-  result.data = out.row(0);
-  result.dtype = DType::kF32;
-  unpermute(y.view(), order_of_rows.positions, batch.topk_weights, spec.top_k, result);
+  unpermute(y.view(), order_of_rows.positions, batch.topk_weights, spec.top_k,
+            {.data = out.row(0), .dtype = DType::kF32});
   EXPECT_TRUE(out == fused.output);
 }
 

@@ -207,14 +207,14 @@ TEST(OverlappingMemory, OfUnpermute) {
 
 TEST(OverlappingMemory, OfAnExchange) {
   for (const DType wire : {DType::kF32, DType::kF8E4M3}) {
-    ExchangeSpec spec;
-    spec.hidden = 64;
-    spec.num_experts = 4;
-    spec.top_k = 2;
-    spec.max_tokens = 6;
-    spec.dispatch = wire;
-    spec.combine = DType::kF32;
-    Exchange exchange(World::single(), spec, {.num_threads = 1});
+    Exchange exchange(World::single(),
+                      {.hidden = 64,
+                       .num_experts = 4,
+                       .top_k = 2,
+                       .max_tokens = 6,
+                       .dispatch = wire,
+                       .combine = DType::kF32},
+                      {.num_threads = 1});
     ExchangeHandle handle = exchange.make_handle();
     ExchangeArrays got(exchange.spec(), exchange.own_places(), exchange.rows_needed());
     Roomy x = Roomy::random(6, 64, DType::kF32, 2), y(6, 64, DType::kF32);
@@ -223,10 +223,7 @@ TEST(OverlappingMemory, OfAnExchange) {
     std::vector<std::int32_t> num_rows(1);
     keep_apart(ids, factors, num_rows);
     keep_apart(got.ends, got.counts, got.origins, got.weights, got.scales);
-    DispatchInput in;
-    in.tokens = x.view();
-    in.ids = ids;
-    in.weights = factors;
+    const DispatchInput in{.tokens = x.view(), .ids = ids, .weights = factors};
     DispatchOutput out = got.output();
     std::vector<Array> outputs{
         output("rows (out)", got.rows, out.rows),    output("ends", got.ends, out.ends),

@@ -150,12 +150,11 @@ TEST(Unpermute, AgainstFp64) {
           }
           for (const bool accumulate : {false, true}) {
             Matrix wide = before, with_narrow = before;
-            ForwardOutput output;
-            output.data = wide.row(0);
-            output.dtype = out;
-            output.row_stride = 2 * hidden;
-            output.scale = 1.5f;
-            output.accumulate = accumulate;
+            ForwardOutput output{.data = wide.row(0),
+                                 .dtype = out,
+                                 .row_stride = 2 * hidden,
+                                 .scale = 1.5f,
+                                 .accumulate = accumulate};
             unpermute(rows.view(), positions, weights, top_k, output);
             output.data = with_narrow.row(0);
             unpermute(rows.view(), positions, {narrow.data(), DType::kBF16, narrow.size()}, top_k,
@@ -197,9 +196,7 @@ TEST(Unpermute, WithoutWeightsSums) {
   const Matrix rows = Matrix::random(4, 3, DType::kF32, 1);
   Matrix out(2, 3, DType::kF32);
   const std::vector<std::int32_t> positions{2, 0, -1, -1};
-  ForwardOutput output;
-  output.data = out.row(0);
-  output.dtype = DType::kF32;
+  const ForwardOutput output{.data = out.row(0), .dtype = DType::kF32};
   unpermute(rows.view(), positions, {}, 2, output);
   for (int i = 0; i < 3; ++i) {
     EXPECT_EQ(out.get(i), rows.get(6 + i) + rows.get(i));
@@ -214,9 +211,7 @@ TEST(Unpermute, Refusals) {
   const std::vector<std::int32_t> positions{0, 1, 2, 3};
   const std::vector<std::int64_t> wide{0, 1, 2, 3};
   const std::vector<float> weights(4), few(3);
-  ForwardOutput good;
-  good.data = out.row(0);
-  good.dtype = DType::kF32;
+  const ForwardOutput good{.data = out.row(0), .dtype = DType::kF32};
   const auto run = [&](auto&& change) {
     MatrixView r = rows.view();
     SlotView p = positions, w = weights;

@@ -54,10 +54,7 @@ struct Case {
 };
 
 inline Activation activation_of(ActivationKind kind, bool gated) {
-  Activation a;
-  a.kind = kind;
-  a.gated = gated;
-  return a;
+  return {.kind = kind, .gated = gated};
 }
 
 inline std::ostream& operator<<(std::ostream& out, const Case& c) {
@@ -140,8 +137,7 @@ class Problem {
   }
   const GroupedGemmWeights& weights() const { return weights_; }
   GroupedGemmOptions options() const {
-    GroupedGemmOptions options;
-    options.backend = case_.backend;
+    GroupedGemmOptions options{.backend = case_.backend};
     if (case_.backend == Backend::kCpu) options.num_threads = case_.threads;
     options.compute = case_.compute;
     return options;
@@ -336,8 +332,7 @@ class Problem {
 };
 
 inline Rows Problem::run(GroupedGemm& gemm, const Call& call) const {
-  GroupedInput input;
-  input.layout = case_.in;
+  GroupedInput input{.layout = case_.in};
   if (case_.wide_ends) {
     input.ends = ends_;
   } else {

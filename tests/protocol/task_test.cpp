@@ -24,19 +24,18 @@ TEST(TaskOrder, EveryTaskOnceAndNoneBeforeWhatItWaitsFor) {
                                            {1u, 2u},
                                            {3u, 3u}}) {
         const std::vector<std::uint32_t> chunks = {2, 0, 3};
-        Workload work;
-        work.rank = 1;
-        work.num_ranks = 3;
-        work.dispatch_chunks = chunks.data();
-        work.num_shared_tiles = shared;
-        work.num_routed_tiles = routed;
-        work.shared_gemm1_blocks = 3;
-        work.shared_gemm2_blocks = 2;
-        work.routed_gemm1_blocks = 4;
-        work.routed_gemm2_blocks = 5;
-        work.num_combine_chunks = 4;
-        work.lag = lag;
-        work.log2_band = log2_band;
+        const Workload work{.rank = 1,
+                            .num_ranks = 3,
+                            .dispatch_chunks = chunks.data(),
+                            .num_shared_tiles = shared,
+                            .num_routed_tiles = routed,
+                            .shared_gemm1_blocks = 3,
+                            .shared_gemm2_blocks = 2,
+                            .routed_gemm1_blocks = 4,
+                            .routed_gemm2_blocks = 5,
+                            .num_combine_chunks = 4,
+                            .log2_band = log2_band,
+                            .lag = lag};
         std::map<std::tuple<TaskKind, int, std::uint32_t, std::uint32_t>, int> position;
         int count = 0;
         for_each_task(work, [&](const Task& task) {
@@ -97,10 +96,7 @@ TEST(TaskOrder, TilesOfABandShareWeightRows) {
 TEST(TaskOrder, DispatchStartsAtHomeAndIsStaggered) {
   const std::vector<std::uint32_t> chunks = {1, 1, 1, 1};
   for (int rank = 0; rank < 4; ++rank) {
-    Workload work;
-    work.rank = rank;
-    work.num_ranks = 4;
-    work.dispatch_chunks = chunks.data();
+    const Workload work{.rank = rank, .num_ranks = 4, .dispatch_chunks = chunks.data()};
     std::vector<int> peers;
     for_each_task(work, [&](const Task& task) { peers.push_back(task.peer); });
     EXPECT_EQ(peers, (std::vector<int>{rank, (rank + 1) % 4, (rank + 2) % 4, (rank + 3) % 4}));

@@ -21,21 +21,16 @@ inline LayerSpec routing_layer(int num_experts, int top_k, const RoutingSpec& ro
 
 inline std::vector<Family> families() {
   RoutingSpec softmax;
-  RoutingSpec softmax_renormalized;
-  softmax_renormalized.renormalize = true;
+  const RoutingSpec softmax_renormalized{.renormalize = true};
 
-  RoutingSpec deepseek_v2;
-  deepseek_v2.num_groups = 8;
-  deepseek_v2.top_k_groups = 3;
-  deepseek_v2.group_score = GroupScore::kMax;
-  deepseek_v2.scale = 16.0f;
+  const RoutingSpec deepseek_v2{
+      .num_groups = 8, .top_k_groups = 3, .group_score = GroupScore::kMax, .scale = 16.0f};
 
-  RoutingSpec glm;
-  glm.score = ScoreFunction::kSigmoid;
-  glm.renormalize = true;
-  glm.renormalize_epsilon = 1e-20f;
-  glm.has_correction_bias = true;
-  glm.scale = 2.5f;
+  const RoutingSpec glm{.score = ScoreFunction::kSigmoid,
+                        .renormalize = true,
+                        .renormalize_epsilon = 1e-20f,
+                        .has_correction_bias = true,
+                        .scale = 2.5f};
   RoutingSpec deepseek_v3 = glm;
   deepseek_v3.num_groups = 8;
   deepseek_v3.top_k_groups = 4;
@@ -47,13 +42,9 @@ inline std::vector<Family> families() {
   deepseek_v4_hash.method = RoutingMethod::kHash;
   deepseek_v4_hash.has_correction_bias = false;
 
-  RoutingSpec llama4;
-  llama4.score = ScoreFunction::kSigmoid;
-  llama4.top_k_before_score = true;
-  RoutingSpec gpt_oss;
-  gpt_oss.top_k_before_score = true;
-  RoutingSpec phi;
-  phi.method = RoutingMethod::kSparseMixer;
+  const RoutingSpec llama4{.score = ScoreFunction::kSigmoid, .top_k_before_score = true};
+  const RoutingSpec gpt_oss{.top_k_before_score = true};
+  const RoutingSpec phi{.method = RoutingMethod::kSparseMixer};
 
   // Combinations that no listed family has, but the spec can say.
   RoutingSpec softmax_biased_groups = softmax;

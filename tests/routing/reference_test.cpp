@@ -181,8 +181,7 @@ TEST(Activations, Gated) {
 }
 
 TEST(Activations, Plain) {
-  Activation a;
-  a.gated = false;
+  Activation a{.gated = false};
   EXPECT_NEAR(one_by_one(a, 0, 2), silu(2), 1e-12);
   a.kind = ActivationKind::kRelu2;
   EXPECT_EQ(one_by_one(a, 0, 3), 9);

@@ -203,18 +203,17 @@ void test_combinations(int num_experts, int num_tokens, RouteOn&& route_on) {
       for (int flags = 0; flags < 4; ++flags) {
         for (int num_groups : draw_group_counts(num_experts, random)) {
           for (GroupScore group_score : {GroupScore::kMax, GroupScore::kSumTopTwo}) {
-            RoutingSpec routing;
-            routing.method = method;
-            routing.score = score;
-            routing.top_k_before_score = (flags & 1) != 0;
-            routing.has_correction_bias = (flags & 2) != 0;
-            routing.num_groups = num_groups;
-            routing.top_k_groups = draw_in(1, num_groups);
-            routing.group_score = group_score;
-            routing.renormalize = draw_in(0, 1) == 1;
-            routing.renormalize_epsilon = draw_in(0, 1) == 1 ? 0.25f : 0.0f;
-            routing.scale = draw_in(0, 1) == 1 ? 2.5f : 1.0f;
-            routing.jitter_eps = draw_in(0, 1) == 1 ? 0.4f : 0.01f;
+            const RoutingSpec routing{.method = method,
+                                      .score = score,
+                                      .top_k_before_score = (flags & 1) != 0,
+                                      .renormalize = draw_in(0, 1) == 1,
+                                      .renormalize_epsilon = draw_in(0, 1) == 1 ? 0.25f : 0.0f,
+                                      .has_correction_bias = (flags & 2) != 0,
+                                      .num_groups = num_groups,
+                                      .top_k_groups = draw_in(1, num_groups),
+                                      .group_score = group_score,
+                                      .scale = draw_in(0, 1) == 1 ? 2.5f : 1.0f,
+                                      .jitter_eps = draw_in(0, 1) == 1 ? 0.4f : 0.01f};
             const int top_k = draw_in(1, std::min(num_experts, draw_in(0, 1) == 1 ? 8 : 32));
             ASSERT_NO_FATAL_FAILURE(test_layer(routing_layer(num_experts, top_k, routing),
                                                num_tokens, random, "combination", route_on));

@@ -109,9 +109,7 @@ void test_many_experts(int experts, RouteOn&& route_on) {
   std::mt19937 random(static_cast<std::uint32_t>(experts));
   for (const ScoreFunction score : {ScoreFunction::kSoftmax, ScoreFunction::kSigmoid}) {
     for (const int top_k : {1, 10, 32}) {
-      RoutingSpec spec;
-      spec.score = score;
-      spec.renormalize = top_k != 1;
+      RoutingSpec spec{.score = score, .renormalize = top_k != 1};
       test::test_layer(test::routing_layer(experts, top_k, spec), kTokens, random, "top-k",
                        route_on);
       spec.has_correction_bias = true;
@@ -122,21 +120,18 @@ void test_many_experts(int experts, RouteOn&& route_on) {
   // Groups smaller than a row of 32 experts, as large, larger, and more than lanes.
   for (const int groups : {3, 4, 8, 32, 64, 171, experts / 2}) {
     if (experts % groups != 0) continue;
-    RoutingSpec spec;
-    spec.score = ScoreFunction::kSigmoid;
-    spec.has_correction_bias = true;
-    spec.num_groups = groups;
-    spec.top_k_groups = groups - groups / 2;
-    spec.group_score = groups % 3 == 0 ? GroupScore::kMax : GroupScore::kSumTopTwo;
-    test::test_layer(test::routing_layer(experts, 8, spec), kTokens, random,
-                     std::to_string(groups) + " groups", route_on);
+    test::test_layer(test::routing_layer(experts, 8,
+                                         {.score = ScoreFunction::kSigmoid,
+                                          .has_correction_bias = true,
+                                          .num_groups = groups,
+                                          .top_k_groups = groups - groups / 2,
+                                          .group_score = groups % 3 == 0 ? GroupScore::kMax
+                                                                         : GroupScore::kSumTopTwo}),
+                     kTokens, random, std::to_string(groups) + " groups", route_on);
   }
-  RoutingSpec mixer;
-  mixer.method = RoutingMethod::kSparseMixer;
+  const RoutingSpec mixer{.method = RoutingMethod::kSparseMixer};
   test::test_layer(test::routing_layer(experts, 2, mixer), kTokens, random, "mixer", route_on);
-  RoutingSpec hash;
-  hash.method = RoutingMethod::kHash;
-  hash.score = ScoreFunction::kSqrtSoftplus;
+  const RoutingSpec hash{.method = RoutingMethod::kHash, .score = ScoreFunction::kSqrtSoftplus};
   test::test_layer(test::routing_layer(experts, 6, hash), kTokens, random, "hash", route_on);
 }
 TEST_P(EmulatedRouteOfManyExperts, IsTheHosts) { test_many_experts(GetParam(), in_registers); }

@@ -51,8 +51,7 @@ class DeviceBatch {
   template <typename Layer>
   void enqueue(Layer& layer, const gpu::Stream& stream, const AdjustCall& adjust = {}) {
     const auto words = [](const gpu::DeviceBuffer& b) { return b.bytes() / 4; };
-    ForwardInput input;
-    input.activations = batch_.x.view();
+    ForwardInput input{.activations = batch_.x.view()};
     input.activations.data = x_.data();
     if (row_stride_) input.activations.row_stride = *row_stride_;
     if (input.activations.scale != nullptr) {
@@ -63,9 +62,7 @@ class DeviceBatch {
                           words(given_weights_)};
     input.token_ids = {reinterpret_cast<const std::int32_t*>(token_ids_.data()), words(token_ids_)};
     input.stream = stream.handle();
-    ForwardOutput output;
-    output.data = y_.data();
-    output.dtype = dtype_;
+    ForwardOutput output{.data = y_.data(), .dtype = dtype_};
     output.topk_ids = {reinterpret_cast<std::int32_t*>(ids_.data()), words(ids_)};
     output.topk_weights = {reinterpret_cast<float*>(weights_.data()), words(weights_)};
     if (adjust) adjust(input, output, 0);

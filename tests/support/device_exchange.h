@@ -76,17 +76,14 @@ struct DeviceArrays {
     row_weights.upload(none.weights.data(), row_weights.bytes());
   }
   DispatchInput input(const gpu::Stream& stream) const {
-    DispatchInput input;
-    input.tokens = view;
+    DispatchInput input{.tokens = view};
     input.ids = {reinterpret_cast<const std::int64_t*>(ids.data()), DType::kI64, slots};
     input.weights = {reinterpret_cast<const float*>(weights.data()), DType::kF32, slots};
     input.stream = stream.handle();
     return input;
   }
   DispatchOutput output(const ExchangeSpec& spec, const gpu::Stream& stream) const {
-    DispatchOutput to;
-    to.rows = rows.data();
-    to.capacity = capacity;
+    DispatchOutput to{.rows = rows.data(), .capacity = capacity};
     if (spec.dispatch == DType::kF8E4M3) to.scales = reinterpret_cast<float*>(scales.data());
     to.ends = reinterpret_cast<std::int32_t*>(ends.data());
     to.counts = reinterpret_cast<std::int32_t*>(counts.data());
@@ -114,11 +111,7 @@ struct DeviceArrays {
     return input;
   }
   CombineOutput sums(DType dtype, const gpu::Stream& stream) const {
-    CombineOutput output;
-    output.data = out.data();
-    output.dtype = dtype;
-    output.stream = stream.handle();
-    return output;
+    return {.data = out.data(), .dtype = dtype, .stream = stream.handle()};
   }
   Matrix fetch_sums(const ExchangeBatch& batch, int rank, DType dtype) const {
     Matrix sum(batch.count(rank), batch.spec.hidden, dtype);

@@ -13,12 +13,10 @@ namespace switchyard::testing {
 
 template <typename Player>
 ExchangeSpec small_exchange(int num_experts = 12, int top_k = 3, int max_tokens = 20) {
-  ExchangeSpec spec;
-  spec.hidden = Player::kHidden;
-  spec.num_experts = num_experts;
-  spec.top_k = top_k;
-  spec.max_tokens = max_tokens;
-  return spec;
+  return {.hidden = Player::kHidden,
+          .num_experts = num_experts,
+          .top_k = top_k,
+          .max_tokens = max_tokens};
 }
 
 // One dispatch and combine of every rank, judged. Returns the combined outputs.

@@ -138,26 +138,20 @@ struct ExchangeArrays {
         weights(static_cast<std::size_t>(room), -7.0f) {}
 
   DispatchOutput output() {
-    DispatchOutput out;
-    out.rows = rows.row(0);
-    out.capacity = capacity;
-    out.scales = scales.empty() ? nullptr : scales.data();
-    out.ends = ends.data();
-    out.counts = counts.data();
-    out.num_rows = &num_rows;
-    out.origins = origins.data();
-    out.weights = weights.data();
-    return out;
+    return {.rows = rows.row(0),
+            .capacity = capacity,
+            .scales = scales.empty() ? nullptr : scales.data(),
+            .ends = ends.data(),
+            .counts = counts.data(),
+            .num_rows = &num_rows,
+            .origins = origins.data(),
+            .weights = weights.data()};
   }
 };
 
 inline DispatchInput input_of(const ExchangeBatch& batch, int rank) {
   const auto r = static_cast<std::size_t>(rank);
-  DispatchInput input;
-  input.tokens = batch.tokens[r].view();
-  input.ids = batch.ids[r];
-  input.weights = batch.weights[r];
-  return input;
+  return {.tokens = batch.tokens[r].view(), .ids = batch.ids[r], .weights = batch.weights[r]};
 }
 
 // Where each place's rows begin in the layout, by its definition.
@@ -309,12 +303,7 @@ inline int wrong_sums(const ExchangeBatch& batch, int rank, const Matrix& out, f
   return wrong;
 }
 
-inline CombineOutput output_of(Matrix& out) {
-  CombineOutput output;
-  output.data = out.row(0);
-  output.dtype = out.dtype();
-  return output;
-}
+inline CombineOutput output_of(Matrix& out) { return {.data = out.row(0), .dtype = out.dtype()}; }
 
 // Round trips of a rank, for the players of both backends: of a HostPlayer, and of a Player on a
 // GPU.

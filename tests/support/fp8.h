@@ -36,12 +36,7 @@ inline LayerSpec grouped(LayerSpec spec) {
   return spec;
 }
 
-inline LayerSpec plain_spec() {
-  LayerSpec spec;
-  spec.num_experts = 8;
-  spec.top_k = 2;
-  return grouped(spec);
-}
+inline LayerSpec plain_spec() { return grouped({.num_experts = 8, .top_k = 2}); }
 
 inline MoeWeights fp8_weights(const LayerSpec& spec, std::uint64_t seed = 11) {
   return make_weights(spec, kFp8, seed, 1);

@@ -53,8 +53,7 @@ inline BatchResult run_over(const std::vector<int>& ranks_of_hosts, SharedBy sha
                             const LayerSpec& spec, const MoeWeights& weights, const Batch& batch,
                             const Shares& shares, DType output, LayerOptions options = {},
                             const AdjustCall& adjust = {}, bool networks_reach_devices = false) {
-  test::ChaosHosts hosts;
-  hosts.ranks_of_hosts = ranks_of_hosts;
+  test::ChaosHosts hosts{.ranks_of_hosts = ranks_of_hosts};
   hosts.chaos.takes_device_memory = networks_reach_devices;
   options.max_tokens = static_cast<int>(batch.x.rows());
   BatchResult result = empty_result(spec, batch, static_cast<int>(shares.count.size()), output),
@@ -75,12 +74,9 @@ inline BatchResult run_over(const std::vector<int>& ranks_of_hosts, SharedBy sha
 inline void expect_accurate_in_fp8(SharedBy shared_by, const std::vector<int>& ranks_of_hosts,
                                    bool networks_reach_devices = false) {
   const LayerSpec spec = spec_of(256, 128, 12, 4);
-  GenerateOptions how;
-  how.num_threads = 1;
-  const MoeWeights weights = generate_weights(spec, DType::kF8E4M3, 3, how);
+  const MoeWeights weights = generate_weights(spec, DType::kF8E4M3, 3, {.num_threads = 1});
   Batch batch = random_batch(spec, 60, DType::kBF16, 5);
-  LayerOptions options;
-  options.compute = DType::kF8E4M3;
+  const LayerOptions options{.compute = DType::kF8E4M3};
   const auto run = [&](const Batch& tokens) {
     return run_over(ranks_of_hosts, shared_by, spec, weights, tokens, Shares::of({20, 40, 0}),
                     DType::kBF16, options, {}, networks_reach_devices);

@@ -58,10 +58,7 @@ inline Made send(std::int32_t unit, std::int64_t begin, std::int64_t end, std::i
 }
 
 inline PassTrace trace_of(int rank, int num_ranks, const std::vector<Made>& events) {
-  PassTrace trace;
-  trace.rank = rank;
-  trace.num_ranks = num_ranks;
-  trace.epoch = 7;
+  PassTrace trace{.rank = rank, .num_ranks = num_ranks, .epoch = 7};
   trace.events.assign(events.begin(), events.end());
   return trace;
 }

@@ -226,8 +226,7 @@ BenchPlan model_plan(const LayersCommand& o) {
     refuse(fmt::format("there is nothing to measure; give --suite ({}) or --model",
                        join(bench::bench_suite_names(), ", ")));
   }
-  BenchPlan plan;
-  plan.suite = "custom";
+  BenchPlan plan{.suite = "custom"};
   choose_types(o, plan);
   plan.dtypes = {plan.dtype};
   for (const std::string& model : o.models)
