@@ -10,6 +10,14 @@
 
 namespace switchyard::results {
 
+// Both kinds of rows begin with these fields.
+template <typename RowType, typename Visitor>
+void visit_kernel(RowType& row, Visitor&& field) {
+  visit_head(row, field);
+  field.text("kernel", row.kernel);
+  field.text("model", row.model);
+}
+
 // A kernel on a model at one number of tokens and one balancedness. Times are measured ones, of the
 // configurations that several ways to choose take.
 struct RampRow {
@@ -35,9 +43,7 @@ struct RampRow {
 
   template <typename RowType, typename Visitor>
   static void visit(RowType& row, Visitor&& field) {
-    visit_head(row, field);
-    field.text("kernel", row.kernel);
-    field.text("model", row.model);
+    visit_kernel(row, field);
     field.count("experts", row.experts);
     field.count("tokens_per_rank", row.tokens_per_rank);
     field.share("beta", row.beta);
@@ -72,9 +78,7 @@ struct RegionRow {
 
   template <typename RowType, typename Visitor>
   static void visit(RowType& row, Visitor&& field) {
-    visit_head(row, field);
-    field.text("kernel", row.kernel);
-    field.text("model", row.model);
+    visit_kernel(row, field);
     field.text("generator", row.generator);
     field.text("prediction", row.prediction);
     field.flag("predicted", row.predicted);
