@@ -7,8 +7,7 @@ namespace switchyard::gpu {
 namespace {
 
 struct Config {
-  static constexpr Numerics kNumerics{
-      .weight = DType::kBF16, .token = DType::kBF16, .scale_group = 0};
+  static constexpr Numerics kNumerics = Numerics::stored_as(DType::kBF16);
   static constexpr TileConfig kTile{.weight_rows = 0,  // the identity is nowhere in memory
                                     .token_rows = {64, 64, 16},
                                     .stages = 4,

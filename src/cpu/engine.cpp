@@ -570,7 +570,7 @@ void Engine::publish_counts() {
     // it.
     link_->to(peer, network::Lane::kDispatch, pass_.epoch, [&](auto& to) {
       for (const int r : ranks) {
-        to.target(r, layer_.heap.counts(layer_.heaps().base[r], pass_.epoch, rank()));
+        to.target(r, layer_.heap.counts(pass_.epoch, rank()).in(layer_.heaps().base[r]));
       }
       to.words(row);
     });

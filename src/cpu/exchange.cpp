@@ -249,7 +249,7 @@ void Engine::publish_counts(const DispatchHandle& handle) {
     const auto num = static_cast<std::size_t>(problem_.places.count(r));
     // Release: what this rank read of the window before comes before others' next writes there.
     link_->to(r, Lane::kDispatch, dispatch_.of_all, [&](auto& to) {
-      to.target(r, heap_.counts(link_->heaps().base[r], dispatch_.number, rank()));
+      to.target(r, heap_.counts(dispatch_.number, rank()).in(link_->heaps().base[r]));
       to.words({counts.data() + problem_.places.begin(r), num});
     });
     if (r != rank()) stats_.signal_bytes += num * sizeof(std::uint64_t);
@@ -312,7 +312,7 @@ void Engine::send_tokens(const MatrixView& tokens, const DispatchHandle& handle,
           step(Step::kArrived, r, dispatch_);
           // After the tokens and entries of all threads, which the last of them acquired.
           link_->signal(Lane::kDispatch, dispatch_.of_all, r,
-                        heap_.arrived(link_->heaps().base[r], dispatch_.number, rank()),
+                        heap_.arrived(dispatch_.number, rank()).in(link_->heaps().base[r]),
                         protocol::numbered(dispatch_.number, handle.layout));
         }
       });
@@ -326,7 +326,7 @@ void Engine::send_chunk(const MatrixView& tokens, const DispatchHandle& handle, 
     for (const int r : link_->ranks_behind(peer)) {
       const auto& list = handle.entries_to[static_cast<std::size_t>(r)];
       if (list.empty()) continue;
-      to.target(r, heap_.entries(heaps.base[r], dispatch_.number, rank()));
+      to.target(r, heap_.entries(dispatch_.number, rank()).in(heaps.base[r]));
       to.put(list.data(), list.size() * sizeof(ExchangeEntry));
     }
   }
@@ -342,7 +342,7 @@ void Engine::send_chunk(const MatrixView& tokens, const DispatchHandle& handle, 
     for (std::size_t p = sent.tokens[i].first_place; p < last; ++p) {
       const SentPlace& place = sent.places[p];
       to.target(place.rank,
-                heap_.pool(heaps.base[place.rank], dispatch_.number, rank(), place.position));
+                heap_.pool(dispatch_.number, rank(), place.position).in(heaps.base[place.rank]));
     }
     to.make(row_bytes,
             [&](std::byte* row) { put_token(tokens, handle, sent.tokens[i].token, row); });
@@ -404,9 +404,10 @@ void Engine::await_counts(DispatchHandle& handle) {
   const auto experts = static_cast<std::size_t>(problem_.num_own());
   handle.count.assign(static_cast<std::size_t>(num_ranks()), std::vector<std::uint32_t>(experts));
   for (int source = 0; source < num_ranks(); ++source) {
-    const std::uint64_t* const row = heap_.counts(link_->heaps().mine(), dispatch_.number, source);
+    const std::uint64_t* const row =
+        heap_.counts(dispatch_.number, source).in(link_->heaps().mine());
     const std::uint64_t* const arrived =
-        heap_.arrived(link_->heaps().mine(), dispatch_.number, source);
+        heap_.arrived(dispatch_.number, source).in(link_->heaps().mine());
     auto& count = handle.count[static_cast<std::size_t>(source)];
     std::size_t e = 0;  // the first count that has not come
     TraceEvent event{TraceKind::kCounts, TraceRole::kPass, TraceWait::kCounts};
@@ -437,7 +438,8 @@ void Engine::await_counts(DispatchHandle& handle) {
 }
 
 void Engine::await_arrived(int source, std::uint64_t layout) {
-  const std::uint64_t* const flag = heap_.arrived(link_->heaps().mine(), dispatch_.number, source);
+  const std::uint64_t* const flag =
+      heap_.arrived(dispatch_.number, source).in(link_->heaps().mine());
   std::uint64_t word = 0;
   wait(
       dispatch_,
@@ -468,7 +470,7 @@ void Engine::put_rows(const DispatchOutput& output, const DispatchHandle& handle
     for (std::size_t i = begin; i < end; ++i) {
       const Arrival& arrival = arrivals[i];
       const std::byte* const token =
-          heap_.pool(link_->heaps().mine(), dispatch_.number, source, arrival.position);
+          heap_.pool(dispatch_.number, source, arrival.position).in(link_->heaps().mine());
       std::memcpy(static_cast<std::byte*>(output.rows) + arrival.row * stride, token, bytes);
       if (scale_bytes != 0) {
         std::memcpy(output.scales + arrival.row * scale_stride, token + heap_.scale_offset(),
@@ -524,7 +526,7 @@ void Engine::combine_send(const CombineInput& input, State& state) {
         step(Step::kFinished, source, combine_);
         // After the cells of all threads, which the last of them acquired.
         link_->signal(Lane::kCombine, combine_.of_all, source,
-                      heap_.returned(link_->heaps().base[source], combine_.number, rank()),
+                      heap_.returned(combine_.number, rank()).in(link_->heaps().base[source]),
                       protocol::numbered(combine_.number, 0));
       });
   stats_.combines = combine_.number;
@@ -555,8 +557,10 @@ void Engine::return_rows(const CombineInput& input, const DispatchHandle& handle
   for (std::size_t i = begin; i < end; ++i) {
     const Arrival& arrival = arrivals[i];
     const void* const row = input.rows.row(arrival.row);
-    to.target(source, heap_.cell(link_->heaps().base[source], combine_.number,
-                                 SlotEntry::token(arrival.slot), SlotEntry::k(arrival.slot)));
+    to.target(
+        source,
+        heap_.cell(combine_.number, SlotEntry::token(arrival.slot), SlotEntry::k(arrival.slot))
+            .in(link_->heaps().base[source]));
     to.make(problem_.result_bytes(), [&](std::byte* result) {
       if (spec().weights == CombineWeights::kBySender) {
         kernels().convert(row, spec().combine, result, spec().combine, spec().hidden,
@@ -612,7 +616,7 @@ void Engine::return_sums(const CombineInput& input, const DispatchHandle& handle
       ++host_rows;
     }
     const auto first_k = static_cast<std::uint32_t>(std::countr_zero(slots));
-    to.target(source, heap_.cell(link_->heaps().base[source], combine_.number, token, first_k));
+    to.target(source, heap_.cell(combine_.number, token, first_k).in(link_->heaps().base[source]));
     send_sum(to, rows, spec().combine, spec().hidden);
   }
   host_rows_.fetch_add(host_rows, std::memory_order_relaxed);
@@ -626,7 +630,7 @@ void Engine::combine_recv(const CombineOutput& output, State& state) {
   for (int i = 0; i < num_ranks(); ++i) {
     const int source = peer(i);
     const std::uint64_t* const flag =
-        heap_.returned(link_->heaps().mine(), combine_.number, source);
+        heap_.returned(combine_.number, source).in(link_->heaps().mine());
     std::uint64_t word = 0;
     wait(
         combine_,
@@ -669,7 +673,7 @@ void Engine::sum_tokens(const CombineOutput& output, const DispatchHandle& handl
         if ((ranks_seen & owner) != 0) continue;
         ranks_seen |= owner;
       }
-      cells[count] = heap_.cell(link_->heaps().mine(), combine_.number, t, k);
+      cells[count] = heap_.cell(combine_.number, t, k).in(link_->heaps().mine());
       weights[count++] =
           spec().weights == CombineWeights::kByReceiver ? handle.weights[t * top_k + k] : 1.0f;
     }

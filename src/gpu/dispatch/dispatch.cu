@@ -57,9 +57,10 @@ struct Sending {
 __device__ __forceinline__ void raise_part(const ExchangeSite& site, const Sending& sending,
                                            std::uint32_t part) {
   for (int r = 0; r < site.heaps.size(); ++r) {
-    protocol::store_relaxed(site.heap.come(site.heaps.base[r], sending.number, site.heaps.rank,
-                                           std::uint64_t{part} * kPartTokens),
-                            protocol::numbered(sending.number, sending.layout));
+    Peer(site.heaps, r)
+        .signal_relaxed(site.heap.part_arrived(sending.number, site.heaps.rank,
+                                               std::uint64_t{part} * kPartTokens),
+                        protocol::numbered(sending.number, sending.layout));
   }
 }
 
@@ -239,9 +240,9 @@ __device__ __forceinline__ void publish_counts(const ExchangeSite& site, const D
   for (std::uint32_t i = threadIdx.x; i < call.num_places; i += kMoverThreads) {
     const int to = places.owner(static_cast<int>(i)), begin = places.begin(to);
     const std::uint32_t before = begin == 0 ? 0 : storage.up_to[begin - 1];
-    protocol::store_relaxed(
-        site.heap.counts(site.heaps.base[to], number, site.heaps.rank) + i - begin,
-        protocol::numbered(number, storage.up_to[i] - before));
+    Peer(site.heaps, to)
+        .signal_relaxed(site.heap.counts(number, site.heaps.rank) + (i - begin),
+                        protocol::numbered(number, storage.up_to[i] - before));
   }
 }
 
@@ -251,6 +252,7 @@ __device__ __forceinline__ std::uint32_t send_entries(
     const Sending& sending, const SortLanes& lanes, SortStorage& storage) {
   const protocol::ExpertPartition& places = site.heaps.experts;
   const int me = site.heaps.rank, ranks = site.heaps.size();
+  const auto entries = site.heap.entries<DeviceEntry>(sending.number, me);
   std::uint32_t* const counts = storage.counts[threadIdx.x / 32];
   std::uint32_t sent = 0;
 #pragma unroll 1
@@ -274,9 +276,7 @@ __device__ __forceinline__ std::uint32_t send_entries(
       const uint4 entry{storage.before[place] + so_far + equals.before, lanes.k << 16 | expert,
                         __float_as_uint(handle.weights[slot]),
                         same.lanes >> (lanes.local * site.top_k)};
-      store_vector(site.heap.entries<DeviceEntry>(site.heaps.base[owner], sending.number, me) +
-                       entry_of + same.before,
-                   entry);
+      Peer(site.heaps, owner).put_vector(entries + (entry_of + same.before), entry);
       if (owner != me) ++sent;
     }
     std::uint64_t owners = 0;  // the token's, a bit for each rank
@@ -286,9 +286,7 @@ __device__ __forceinline__ std::uint32_t send_entries(
     }
     for (int r = static_cast<int>(lanes.k); has && r < ranks; r += static_cast<int>(site.top_k)) {
       if ((owners >> r & 1) != 0) continue;
-      store_vector(
-          site.heap.entries<DeviceEntry>(site.heaps.base[r], sending.number, me) + entry_of,
-          uint4{0, 0, 0, 0});
+      Peer(site.heaps, r).put_vector(entries + entry_of, uint4{0, 0, 0, 0});
       if (r != me) ++sent;
     }
     __syncwarp();
@@ -361,18 +359,20 @@ __device__ __forceinline__ void load_columns(uint4 (&v)[2], const std::byte* tok
   }
 }
 
-// The ranks that get a token. A rank's lane is that of the token's first slot there; `to` is the
-// token's address in that rank's pool.
+// The ranks that get a token, and its place in their pools. A rank's lane is that of the token's
+// first slot there.
 struct Targets {
+  const protocol::Heaps& heaps;
+  protocol::Region<std::byte> row;
   std::uint32_t lanes;
-  std::byte* to;
+  int rank;
 
-  template <typename Store>
-  __device__ __forceinline__ void for_each(Store&& store) const {
+  // Calls put(peer) for each of them.
+  template <typename Put>
+  __device__ __forceinline__ void for_each(Put&& put) const {
 #pragma unroll 1
     for (std::uint32_t rest = lanes; rest != 0; rest &= rest - 1) {
-      store(reinterpret_cast<std::byte*>(__shfl_sync(~0u, reinterpret_cast<unsigned long long>(to),
-                                                     __ffs(static_cast<int>(rest)) - 1)));
+      put(Peer(heaps, __shfl_sync(~0u, rank, __ffs(static_cast<int>(rest)) - 1)));
     }
   }
 };
@@ -398,11 +398,11 @@ __device__ __forceinline__ void send_step(const ExchangeSite& site, const Dispat
   load_columns<kWire>(v, token, column, site.hidden);
   float scale;
   const uint4 codes = quantize_together(v[0], v[1], scale);
-  targets.for_each([&](std::byte* to) {
+  targets.for_each([&](const Peer& peer) {
     if (column >= site.hidden) return;
-    store_vector(to + column, codes);
+    peer.put_vector(targets.row + column, codes);
     if (lane % kGroupLanes != 0) return;
-    reinterpret_cast<float*>(to + site.heap.scale_offset())[column / kQuantGroup] = scale;
+    peer.put(targets.row.as<float>(site.heap.scale_offset()) + column / kQuantGroup, scale);
   });
 }
 
@@ -412,8 +412,8 @@ __device__ __forceinline__ void send_scales(const ExchangeSite& site, const Disp
   const float* const scales = call.scales + token * call.scale_stride;
   for (std::uint32_t g = threadIdx.x % 32; g - threadIdx.x % 32 < call.groups; g += 32) {
     const float scale = g < call.groups ? scales[g] : 0;
-    targets.for_each([&](std::byte* to) {
-      if (g < call.groups) reinterpret_cast<float*>(to + site.heap.scale_offset())[g] = scale;
+    targets.for_each([&](const Peer& peer) {
+      if (g < call.groups) peer.put(targets.row.as<float>(site.heap.scale_offset()) + g, scale);
     });
   }
 }
@@ -447,9 +447,8 @@ __device__ __forceinline__ std::uint32_t send_units(const ExchangeSite& site,
     const int owner = place < 0 ? -1 : places.owner(place);
     const std::uint32_t same = __match_any_sync(~0u, owner);
     const bool leads = owner >= 0 && lane == static_cast<std::uint32_t>(__ffs(same)) - 1;
-    const Targets targets{
-        __ballot_sync(~0u, leads),
-        leads ? site.heap.pool(site.heaps.base[owner], sending.number, me, token) : nullptr};
+    const Targets targets{site.heaps, site.heap.pool(sending.number, me, token),
+                          __ballot_sync(~0u, leads), owner};
     if (part == 0) {
       tokens_sent += __popc(__ballot_sync(~0u, leads && owner != me));
       if (kWire == Wire::kCopy && call.groups != 0) send_scales(site, call, token, targets);
@@ -457,7 +456,8 @@ __device__ __forceinline__ std::uint32_t send_units(const ExchangeSite& site,
     if constexpr (kWire == Wire::kCopy) {
 #pragma unroll 1
       while (step < end) {
-        targets.for_each([&](std::byte* to) { store_step(to, v, step, call.wire_bytes); });
+        targets.for_each(
+            [&](const Peer& peer) { put_step(peer, targets.row, v, step, call.wire_bytes); });
         if (++step < end) load_step(v, from, step, call.wire_bytes);
       }
     } else {
@@ -503,7 +503,7 @@ __device__ void plan_rows(const ExchangeSite& site, const HandleSite& handle,
   const std::uint32_t e = threadIdx.x, own = call.own_experts;
   const int ranks = site.heaps.size();
   if (threadIdx.x == 0) end_of_rows = 0;
-  const auto counts = [&](int r) { return site.heap.counts(site.heaps.mine(), number, r); };
+  const auto counts = [&](int r) { return site.heap.counts(number, r).in(site.heaps.mine()); };
   // The counts of the first ranks are all loaded at the same time.
   constexpr int kAtOnce = 8;
   std::uint32_t begins[kAtOnce] = {}, ends[kAtOnce] = {};
@@ -557,8 +557,8 @@ __device__ void plan_rows(const ExchangeSite& site, const HandleSite& handle,
     handle.plan->layout_rows = own == 0 ? 0 : padded ? own * size : first + room;
   }
   for (int r = static_cast<int>(threadIdx.x); r < ranks; r += static_cast<int>(blockDim.x)) {
-    handle.plan->tokens[r] =
-        static_cast<std::uint32_t>(load_words(site.heap.head(site.heaps.mine(), number, r)).second);
+    handle.plan->tokens[r] = static_cast<std::uint32_t>(
+        load_words(site.heap.header(number, r).in(site.heaps.mine())).second);
   }
   // Sums the ranks' arrivals in one warp, two ranks per lane.
   if (threadIdx.x < 32) {
@@ -598,7 +598,7 @@ __global__ void __launch_bounds__(kMostOwn)
   const BlockTrace trace(site, ExchangeStage::kAwaitDispatch, TraceKind::kCounts, number);
   if (!is_alive(site)) return;
   const int ranks = site.heaps.size();
-  const auto flag_of = [&](int r) { return site.heap.arrived(site.heaps.mine(), number, r); };
+  const auto flag_of = [&](int r) { return site.heap.arrived(number, r).in(site.heaps.mine()); };
   const bool came = threadIdx.x >= 32 || await_all(site, protocol::Phase::kDispatch, number,
                                                    site.words->dispatch_of_all, flag_of);
   if (__syncthreads_and(came) == 0) return;
@@ -656,7 +656,7 @@ __device__ __forceinline__ void place_token(const ExchangeSite& site, const Hand
   uint4 entry{0, 0, 0, 0};
   if (lane < site.slots) {
     const DeviceEntry* const came =
-        call.fresh ? site.heap.entries<DeviceEntry>(site.heaps.mine(), number, source) + entry_at
+        call.fresh ? site.heap.entries<DeviceEntry>(number, source).in(site.heaps.mine()) + entry_at
                    : kept;
     entry = __ldcg(reinterpret_cast<const uint4*>(came));
   }
@@ -664,7 +664,7 @@ __device__ __forceinline__ void place_token(const ExchangeSite& site, const Hand
   const bool there = lane < count;
   if (call.fresh && first_part && (there || lane == 0)) *reinterpret_cast<uint4*>(kept) = entry;
   if (count == 0) return;
-  const std::byte* const from = site.heap.pool(site.heaps.mine(), number, source, token);
+  const std::byte* const from = site.heap.pool(number, source, token).in(site.heaps.mine());
   std::uint32_t row = kNoRow;
   if (there) {
     const std::uint32_t expert = entry.y & 0xffff, k = entry.y >> 16;
@@ -740,7 +740,7 @@ __device__ __forceinline__ bool wait_a_little(Ready&& ready) {
 __device__ __forceinline__ bool await_part(const ExchangeSite& site, const Sending& sending,
                                            int source, std::uint32_t token) {
   const std::uint64_t* const flag =
-      site.heap.come(site.heaps.mine(), sending.number, source, token);
+      site.heap.part_arrived(sending.number, source, token).in(site.heaps.mine());
   const std::uint64_t raised = protocol::numbered(sending.number, sending.layout);
   const bool came = wait_a_little([&] { return protocol::load_acquire(flag) == raised; });
   return __all_sync(~0u, came) != 0;
@@ -791,7 +791,7 @@ __device__ __forceinline__ bool plan_early(const ExchangeSite& site, const Handl
   // These words name their dispatch and nothing else is read because of them: no acquire is needed.
   if (static_cast<int>(thread) < ranks) {
     const std::uint64_t* const head =
-        site.heap.head(site.heaps.mine(), sending.number, static_cast<int>(thread));
+        site.heap.header(sending.number, static_cast<int>(thread)).in(site.heaps.mine());
     came = wait_a_little([&] {
       const WordPair words = load_words(head);
       return words.first == protocol::numbered(sending.number, sending.layout) &&
@@ -800,7 +800,7 @@ __device__ __forceinline__ bool plan_early(const ExchangeSite& site, const Handl
   }
   for (int r = 0; came && thread < call.own_experts && r < ranks; ++r) {
     const std::uint64_t* const count =
-        site.heap.counts(site.heaps.mine(), sending.number, r) + thread;
+        site.heap.counts(sending.number, r).in(site.heaps.mine()) + thread;
     came = wait_a_little(
         [&] { return protocol::is_of(protocol::load_relaxed(count), sending.number); });
   }
@@ -869,9 +869,9 @@ __global__ void __launch_bounds__(kMoverThreads, 2)
   const int me = site.heaps.rank;
   if (!kPlaces || blockIdx.x < others) {
     if (blockIdx.x == 0 && static_cast<int>(threadIdx.x) < site.heaps.size()) {
-      store_words(
-          site.heap.head(site.heaps.base[threadIdx.x], number, me),
-          {protocol::numbered(number, sending.layout), protocol::numbered(number, call.count)});
+      Peer(site.heaps, static_cast<int>(threadIdx.x))
+          .put_words(site.heap.header(number, me), {protocol::numbered(number, sending.layout),
+                                                    protocol::numbered(number, call.count)});
     }
     std::uint32_t tokens_sent = 0, entries_sent = 0;
     if (blockIdx.x < call.sorters && !sort_slots(site, handle, call, sending, entries_sent)) return;
@@ -881,8 +881,9 @@ __global__ void __launch_bounds__(kMoverThreads, 2)
     add_counts(site, tokens_sent, entries_sent);
     const bool last = ends_last(site.words->ended_blocks, others, [&] {
       for (int r = 0; r < site.heaps.size(); ++r) {
-        protocol::store_relaxed(site.heap.arrived(site.heaps.base[r], number, me),
-                                protocol::numbered(number, sending.layout));
+        Peer(site.heaps, r)
+            .signal_relaxed(site.heap.arrived(number, me),
+                            protocol::numbered(number, sending.layout));
       }
       if (call.by_parts) return;
       for (std::uint32_t part = 0; part * kPartTokens < call.count; ++part) {

@@ -6,6 +6,7 @@
 
 #include "gpu/dispatch/params.h"
 #include "gpu/pipeline/pace.cuh"
+#include "gpu/pipeline/peer.cuh"
 #include "gpu/ptx/memory.cuh"
 #include "protocol/wait.h"
 
@@ -189,6 +190,16 @@ __device__ __forceinline__ void store_step(std::byte* row, const Vectors& v, std
   for (std::uint32_t i = 0; i < CopySteps::kAtOnce; ++i) {
     const std::uint32_t at = CopySteps::at(step, i);
     if (at < bytes) store_vector(row + at, v[i]);
+  }
+}
+// The same into a row of another rank.
+__device__ __forceinline__ void put_step(const Peer& peer, protocol::Region<std::byte> row,
+                                         const Vectors& v, std::uint32_t step,
+                                         std::uint32_t bytes) {
+#pragma unroll
+  for (std::uint32_t i = 0; i < CopySteps::kAtOnce; ++i) {
+    const std::uint32_t at = CopySteps::at(step, i);
+    if (at < bytes) peer.put_vector(row + at, v[i]);
   }
 }
 

@@ -43,8 +43,8 @@ __device__ __forceinline__ void place_cells(const Exchange<P>& exchange,
     if (exchange.distributed() && task.shared == 0) {
       entry = SlotEntry::sent(entry, exchange.shape);
       const SourceRow source = find_source(exchange, task.expert, task.first_row + row);
-      const Peer peer{exchange.life.layer.heaps.base[exchange.life.rank_at(source.distance)]};
-      base = reinterpret_cast<std::uint16_t*>(layer.heap.cells(peer.base));
+      const Peer peer(exchange.life.layer.heaps, exchange.life.rank_at(source.distance));
+      base = peer.mapped(layer.heap.cells().template as<std::uint16_t>());
     }
     const std::uint32_t cell =
         (SlotEntry::cell(entry, cells) << exchange.progress.work.log2_splits) + task.split;
@@ -65,7 +65,7 @@ __device__ __forceinline__ void fetch_weights(const Exchange<P>& exchange,
     const float* from = weights + SlotEntry::cell(word, cells);
     if (const SourceRow source = find_source(exchange, task.expert, task.first_row + row);
         exchange.distributed() && source.distance != 0) {
-      from = layer.heap.weights(layer.mine, task.expert, source.distance) + source.position;
+      from = layer.heap.weights(task.expert, source.distance).in(layer.mine) + source.position;
     }
     word = __float_as_uint(kOwnStart<P> ? *from : __ldcg(from));
   }

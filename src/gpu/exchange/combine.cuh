@@ -163,7 +163,7 @@ __device__ __forceinline__ void combine_task(const Combine<P>& combine, std::uin
               static_cast<std::uint32_t>(exchange.table.partition.local_experts);
       // (Tables are those of the second round, if there are two. Then this rank has flags, too.)
       if (elsewhere || exchange.table.round() != 0) {
-        finished = exchange.layer.heap.finished(exchange.layer.mine, id);
+        finished = exchange.layer.heap.finished(id).in(exchange.layer.mine);
       } else {
         tile = exchange.table.block.tile_begin[id] + position / exchange.table.tiles_of(id).height;
       }

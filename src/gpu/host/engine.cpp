@@ -81,7 +81,7 @@ class Engine final : public LayerEngine {
   bool traces() const override { return trace_.has_value(); }
   const LayerSpec& spec() const override { return spec_; }
   Backend backend() const override { return Backend::kCuda; }
-  DType compute() const override { return policy().numerics.token; }
+  DType compute() const override { return policy().numerics.token.compute; }
   int num_threads() const override { return 0; }
   std::uint64_t workspace_bytes() const override {
     return memory_->private_bytes() + ring_.bytes() + block_rows_.bytes() +
@@ -167,7 +167,8 @@ Engine::Engine(const World& world, const LayerSpec& spec, const MoeWeights& weig
   }
   if (spec.hidden % policy().alignment() != 0) {
     unsupported(fmt::format("hidden size {}; in {} the GPU engine needs a multiple of {}",
-                            spec.hidden, to_string(policy().numerics.token), policy().alignment()));
+                            spec.hidden, to_string(policy().numerics.token.compute),
+                            policy().alignment()));
   }
   const int cells = spec.top_k + (spec.shared_intermediate > 0 ? 1 : 0);
   if (cells > protocol::kMaxTopK) {
@@ -184,8 +185,8 @@ Engine::Engine(const World& world, const LayerSpec& spec, const MoeWeights& weig
   }
   routing::check_routable(spec);
   if (distributed())
-    agree(world.fabric(),
-          {spec, options.max_tokens, policy().numerics.token, summary_of(options.placement)});
+    agree(world.fabric(), {spec, options.max_tokens, policy().numerics.token.compute,
+                           summary_of(options.placement)});
   const protocol::ExpertPartition experts{num_places(), world.size()};
   params_.first_expert = experts.begin(world.rank());
   params_.local_experts = experts.count(world.rank());
@@ -216,7 +217,8 @@ Engine::Engine(const World& world, const LayerSpec& spec, const MoeWeights& weig
   if (distributed()) require_room();
   attempt_together(world_.fabric(), [&] {
     if (options_.table == nullptr) return;
-    choices_.emplace(*options_.table, spec_, policy().numerics.token, device_info(device_).num_sms);
+    choices_.emplace(*options_.table, spec_, policy().numerics.token.compute,
+                     device_info(device_).num_sms);
   });
   const PassSizes sizes = pass_sizes();
   params_.order = sizes.order;
@@ -333,7 +335,8 @@ void Engine::rebind(const MoeWeights& weights, const ExpertPlacement* placement)
   validate(spec_, weights, own_experts(num_places(), world_.rank(), world_.size()), num_places());
   const DType compute = resolve_compute(weights, options_.compute);
   const bool rounds = compute == DType::kF32 && !options_.compute;
-  require_same_weights(weights_, weights, policy().numerics.token, rounds ? DType::kBF16 : compute);
+  require_same_weights(weights_, weights, policy().numerics.token.compute,
+                       rounds ? DType::kBF16 : compute);
   const DeviceScope scope(device_);
   Weights fresh = lay_out_weights(weights);
   weights_ = weights;
@@ -493,7 +496,7 @@ void Engine::describe_memory() {
 void Engine::forward(const ForwardInput& input, const ForwardOutput& output) {
   const HostRange range{"forward", nvtx3::payload{input.activations.rows}};
   check_call(spec_, weights_, options_.max_tokens, world_.rank(), input, output,
-             policy().numerics.token);
+             policy().numerics.token.compute);
   check();
   require_restored(*memory_);
   if (described_ != memory_->version()) describe_memory();

@@ -153,7 +153,7 @@ void PassLayout::describe(const PassMemory& memory, LayerParams& params) const {
   params.heaps.rank = world.rank();
   for (int r = 0; r < world.size(); ++r) params.heaps.base[r] = memory.heap().base(r);
   params.mine = memory.heap().base(world.rank());
-  params.cells = reinterpret_cast<std::uint16_t*>(params.heap.cells(params.mine));
+  params.cells = reinterpret_cast<std::uint16_t*>(params.heap.cells().in(params.mine));
 
   params.epoch_word = memory.epoch_word();
   params.readers = memory.readers();

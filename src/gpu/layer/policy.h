@@ -75,7 +75,7 @@ struct ValidPolicy {
   static_assert(P::kOneRank || P::kStart == Start::kShared,
                 "ranks count their rows between a shared start's lists and its tiles");
   static_assert(P::kTile.cluster <= static_cast<int>(kPair), "clusters are single blocks or pairs");
-  static_assert(P::kNumerics.weight == P::kNumerics.token,
+  static_assert(P::kNumerics.weight.compute == P::kNumerics.token.compute,
                 "the matrix instruction takes operands of one type");
   static_assert(P::kSlotRows >= P::kTile.max_height(), "a slot has room for a tile of most tokens");
 };

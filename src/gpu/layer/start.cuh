@@ -42,8 +42,8 @@ __device__ __forceinline__ void store_stats_of_rounds(const Pass<P>& pass) {
     std::uint32_t rows = 0;
 #pragma unroll 1
     for (int source = 0; source < pass.life().num_ranks(); ++source) {
-      rows += static_cast<std::uint32_t>(
-          protocol::load_relaxed(layer.heap.counts(layer.mine, pass.life().epoch(), source) + e));
+      rows += static_cast<std::uint32_t>(protocol::load_relaxed(
+          layer.heap.counts(pass.life().epoch(), source).in(layer.mine) + e));
     }
     layer.stats[e] = rows;
   }

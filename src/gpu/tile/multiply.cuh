@@ -63,7 +63,7 @@ class Multiplier {
   };
   __device__ __forceinline__ Operands operands() const {
     constexpr std::uint32_t kWeightStep = kShare == Share::kWeightRows ? kOperandBytes
-                                          : kShare == Share::kBox      ? kBoxBytes
+                                          : kShare == Share::kBox      ? kBoxBytes<C>
                                                                        : 0;
     constexpr std::uint32_t kTokenStep = kShare == Share::kTokens ? kOperandBytes : 0;
     return {
@@ -75,15 +75,15 @@ class Multiplier {
                                         bool accumulate) const {
     constexpr int kStepBytes = kInstructionBytes;
     constexpr bool kTokenRows = kShare != Share::kWeightRows;
-    const std::uint32_t weights = operands.weights + box * (kBoxBytes >> 4);
+    const std::uint32_t weights = operands.weights + box * (kBoxBytes<C> >> 4);
     const std::uint32_t a = kTokenRows ? operands.tokens : weights;
     const std::uint32_t b = kTokenRows ? weights : operands.tokens;
     cute::warpgroup_arrive();
 #pragma unroll
     for (int k = 0; k < kStageRowBytes / kStepBytes; ++k) {
-      multiply<C::kNumerics.token, N>(swizzled_descriptor(a + k * kStepBytes / 16),
-                                      swizzled_descriptor(b + k * kStepBytes / 16), sums,
-                                      accumulate || k != 0);
+      multiply<C::kNumerics.token.compute, N>(swizzled_descriptor(a + k * kStepBytes / 16),
+                                              swizzled_descriptor(b + k * kStepBytes / 16), sums,
+                                              accumulate || k != 0);
     }
     cute::warpgroup_commit_batch();
   }

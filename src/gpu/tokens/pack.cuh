@@ -277,7 +277,7 @@ __device__ __forceinline__ bool pack_rows(const Packing<P>& packing, std::uint32
           packing.exchange.tokens.row_scales + position * packing.exchange.tokens.row_scale_stride;
     } else {
       copy.values =
-          packing.exchange.layer.heap.pool(packing.exchange.layer.mine, distance(), position);
+          packing.exchange.layer.heap.pool(distance(), position).in(packing.exchange.layer.mine);
       copy.scales =
           reinterpret_cast<const float*>(copy.values + packing.exchange.layer.heap.scale_offset());
     }
