@@ -14,7 +14,7 @@ namespace {
 using protocol::SlotEntry;
 
 // How results travel: rows as they are, rows times their weights, or sums of rows.
-enum class Return : std::uint8_t { kRow, kWeighed, kSum };
+enum class Return : std::uint8_t { kRow, kWeighted, kSum };
 
 __device__ __forceinline__ DeviceArrival arrival_at(const DeviceArrival* from) {
   const uint4 words = *reinterpret_cast<const uint4*>(from);
@@ -97,7 +97,7 @@ __global__ void __launch_bounds__(kMoverThreads)
         load_step(v, from, step, there ? bytes : 0);
         put_step(peer, cell, v, step, bytes);
       }
-    } else if constexpr (kReturn == Return::kWeighed) {
+    } else if constexpr (kReturn == Return::kWeighted) {
       send_sum<kType>(site, call, peer.mapped(cell), arrival.row, __uint_as_float(arrival.weight),
                       1, units.begin(part), units.end(part));
     } else {
@@ -132,8 +132,8 @@ __global__ void __launch_bounds__(kMoverThreads)
   words.combine_of_all = ++words.calls;
   words.rows_returned = take_count(site, 0);
   if (handle.plan->end_of_rows > call.num_rows) {
-    tell(site.failures->results,
-         ExchangeFailures::kFound | std::uint64_t{handle.plan->end_of_rows});
+    record_failure(site.failures->results,
+                   ExchangeFailures::kFound | std::uint64_t{handle.plan->end_of_rows});
   }
   protocol::note_progress(site.heaps);
 }
@@ -144,15 +144,15 @@ __global__ void __launch_bounds__(32) await_combine(const __grid_constant__ Exch
   const BlockTrace trace(site, ExchangeStage::kAwaitCombine, TraceKind::kCombine,
                          site.words->dispatch, number);
   if (!is_alive(site)) return;
-  const bool came =
+  const bool arrived =
       await_all(site, protocol::Phase::kCombine, number, site.words->combine_of_all,
                 [&](int r) { return site.heap.returned(number, r).in(site.heaps.mine()); });
-  if (came && threadIdx.x == 0) {
+  if (arrived && threadIdx.x == 0) {
     trace.begin();
     trace.end();
   }
   invite_next_kernel();
-  if (came && threadIdx.x == 0) protocol::note_progress(site.heaps);
+  if (arrived && threadIdx.x == 0) protocol::note_progress(site.heaps);
 }
 
 template <DType kIn>
@@ -229,7 +229,7 @@ template <DType kType>
 cudaError_t launch_return(const ExchangeSite& site, const HandleSite& handle,
                           const CombineSend& call, unsigned blocks, cudaStream_t stream) {
   if (call.pre_sum) return launch<Return::kSum, kType>(site, handle, call, blocks, stream);
-  if (call.weighs) return launch<Return::kWeighed, kType>(site, handle, call, blocks, stream);
+  if (call.weighs) return launch<Return::kWeighted, kType>(site, handle, call, blocks, stream);
   return launch<Return::kRow, kType>(site, handle, call, blocks, stream);
 }
 
@@ -238,7 +238,7 @@ cudaError_t load_of_type() {
   cudaFuncAttributes facts;
   for (const cudaError_t result :
        {cudaFuncGetAttributes(&facts, send_results<Return::kRow, kType>),
-        cudaFuncGetAttributes(&facts, send_results<Return::kWeighed, kType>),
+        cudaFuncGetAttributes(&facts, send_results<Return::kWeighted, kType>),
         cudaFuncGetAttributes(&facts, send_results<Return::kSum, kType>)}) {
     if (result != cudaSuccess) return result;
   }

@@ -12,7 +12,7 @@ template <typename P>
 __device__ __forceinline__ void fetch_entries(const Exchange<P>& exchange,
                                               const Epilogue<P>& epilogue, const TileTask& task,
                                               std::uint32_t group) {
-  for (std::uint32_t row = fresh_thread_index<kWarpgroup>(); row < task.rows; row += kWarpgroup) {
+  for (std::uint32_t row = reread_thread_index<kWarpgroup>(); row < task.rows; row += kWarpgroup) {
     std::uint32_t& to = epilogue.entry(group, row);
     if (task.list == nullptr) {
       to = SlotEntry::pack(task.first_row + row, exchange.shape.top_k);
@@ -37,7 +37,7 @@ __device__ __forceinline__ void place_cells(const Exchange<P>& exchange,
                                             std::uint32_t group) {
   const ExchangeParams& layer = exchange.layer;
   const auto cells = static_cast<std::uint32_t>(exchange.shape.cells_per_token);
-  for (std::uint32_t row = fresh_thread_index<kWarpgroup>(); row < task.rows; row += kWarpgroup) {
+  for (std::uint32_t row = reread_thread_index<kWarpgroup>(); row < task.rows; row += kWarpgroup) {
     std::uint32_t entry = epilogue.entry(group, row);
     std::uint16_t* base = layer.cells;
     if (exchange.distributed() && task.shared == 0) {
@@ -60,7 +60,7 @@ __device__ __forceinline__ void fetch_weights(const Exchange<P>& exchange,
                                               const TileTask& task, std::uint32_t group) {
   const ExchangeParams& layer = exchange.layer;
   const auto cells = static_cast<std::uint32_t>(exchange.shape.cells_per_token);
-  for (std::uint32_t row = fresh_thread_index<kWarpgroup>(); row < task.rows; row += kWarpgroup) {
+  for (std::uint32_t row = reread_thread_index<kWarpgroup>(); row < task.rows; row += kWarpgroup) {
     std::uint32_t& word = epilogue.entry(group, row);
     const float* from = weights + SlotEntry::cell(word, cells);
     if (const SourceRow source = find_source(exchange, task.expert, task.first_row + row);

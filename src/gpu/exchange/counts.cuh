@@ -50,10 +50,10 @@ __device__ __forceinline__ std::uint32_t choose_sources(const Exchange<P>& excha
           // The first word stands for all: they are stored at the same time.
           const WordPair words =
               load_words(layer.heap.counts(exchange.life.epoch(), source).in(layer.mine));
-          const std::uint32_t told =
+          const std::uint32_t seen =
               protocol::load_relaxed(layer.heap.ahead(source).in(layer.mine));
           here |= (words.first >> 32 == flag ? 1u : 0u) << source;
-          ahead |= (told == flag ? 1u : 0u) << source;
+          ahead |= (seen == flag ? 1u : 0u) << source;
         }
         if (chosen != 0) return true;
         const bool patient = device_now_ns() - start < patience_ns;

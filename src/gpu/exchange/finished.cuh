@@ -14,8 +14,8 @@ __device__ __forceinline__ bool raise_finished(const Exchange<P>& exchange) {
   const protocol::Heaps& heaps = exchange.life.layer.heaps;
   const auto size = static_cast<std::uint32_t>(heaps.size());
   // In passes with two rounds this rank gets flags, too: see combine_task().
-  const bool tells_itself = exchange.table.round() != 0 || !exchange.table.last_round();
-  const std::uint32_t nearest = tells_itself ? 0 : 1, sources = size - nearest;
+  const bool signals_itself = exchange.table.round() != 0 || !exchange.table.last_round();
+  const std::uint32_t nearest = signals_itself ? 0 : 1, sources = size - nearest;
   const std::uint32_t pairs = exchange.table.local_experts() * sources;
   std::uint32_t returned = 0, flags = 0;
   const auto stamp = [&](TraceStamp which) {

@@ -66,7 +66,7 @@ __device__ __forceinline__ bool join_parts(const GroupedParams& params, const Ti
   __threadfence();
   named_barrier<kWarpgroup>(group_barrier(group));
   const std::uint32_t parts = 1u << to.log2_splits;
-  if (fresh_thread_index<kWarpgroup>() == 0) {
+  if (reread_thread_index<kWarpgroup>() == 0) {
     std::uint32_t* const stored =
         call.stored +
         (std::size_t{to.task.tile} * params.row_blocks + to.task.block) * kMathGroups + group;

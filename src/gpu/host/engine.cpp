@@ -338,14 +338,14 @@ void Engine::rebind(const MoeWeights& weights, const ExpertPlacement* placement)
   require_same_weights(weights_, weights, policy().numerics.token.compute,
                        rounds ? DType::kBF16 : compute);
   const DeviceScope scope(device_);
-  Weights fresh = lay_out_weights(weights);
+  Weights laid_out = lay_out_weights(weights);
   weights_ = weights;
   if (placement != nullptr) {
     if (options_.recorded_steps > 0) placements_.emplace_back(recorded_steps(), *placement);
     place_of_ = upload_places(*placement);
     options_.placement = *placement;
   }
-  on_device_ = std::move(fresh);
+  on_device_ = std::move(laid_out);
   describe_weights();
 }
 
@@ -591,7 +591,7 @@ cudaLaunchConfig_t Engine::launch_config(bool paired, cudaLaunchAttribute* attri
 std::string Engine::describe(const BadId& bad) const {
   const auto what = [&] {
     switch (bad.kind) {
-      case BadId::Kind::kTwice:
+      case BadId::Kind::kDuplicate:
         return fmt::format("token {} names expert {} twice; ids must be distinct within a token",
                            bad.token, bad.id);
       case BadId::Kind::kToken:

@@ -129,8 +129,8 @@ __device__ __forceinline__ void scheduler_role(const Schedule<P>& schedule,
   const std::uint32_t asked =
       shared_address(share == 0 ? &schedule.queue.block.demand : &schedule.queue.block.ticket_full);
   std::uint32_t heard = 0;
-  std::uint32_t index = 0;  // the number of tasks handed out
-  std::uint32_t told = 0;   // the number of tasks whose tiles are stored and published
+  std::uint32_t index = 0;      // the number of tasks handed out
+  std::uint32_t published = 0;  // the number of tasks whose tiles are stored and published
   const auto stamp = [&](TraceStamp which) {
     if (speaks) schedule.queue.trace.stamp(TraceRole::kScheduler, index, which);
   };
@@ -150,17 +150,17 @@ __device__ __forceinline__ void scheduler_role(const Schedule<P>& schedule,
   // Waits, and meanwhile publishes finished tiles, because what it waits for may depend on them.
   const auto await = [&](auto&& ready) {
     return wait_in_block<WarpPace>(schedule.life.waiter(), [&] {
-      const std::uint32_t slot = told % kTaskSlots;
+      const std::uint32_t slot = published % kTaskSlots;
       if (__all_sync(~0u, test_wait(shared_address(&schedule.queue.block.task_empty[slot]),
-                                    told / kTaskSlots % 2))) {
+                                    published / kTaskSlots % 2))) {
         const TileTask& task = schedule.queue.block.tasks[slot];
         // A block that has given up publishes nothing: it may not have stored its part.
-        if (P::kTeller == Teller::kScheduler && speaks && task.kind != TaskKind::kCombine &&
+        if (P::kPublisher == Publisher::kScheduler && speaks && task.kind != TaskKind::kCombine &&
             schedule.life.goes_on()) {
-          tell_stored(schedule.progress, task);
+          publish_stored(schedule.progress, task);
         }
         __syncwarp();
-        ++told;
+        ++published;
       }
       if (__all_sync(~0u, ready())) return true;
       if (P::kSchedulerRestNs != 0) __nanosleep(P::kSchedulerRestNs);
@@ -171,7 +171,7 @@ __device__ __forceinline__ void scheduler_role(const Schedule<P>& schedule,
   protocol::Workload work = workload_of(schedule);
   std::uint32_t ticket = blockIdx.x >> paired;
   // The first iteration is a rehearsal, while no role asks for a task.
-  for (std::uint32_t rehearsal = untold<1>();; rehearsal = 0) {
+  for (std::uint32_t rehearsal = opaque<1>();; rehearsal = 0) {
     if (rehearsal == 0) {
       // Tickets are taken as late as possible: a ticket taken is a task that no other block can do.
       if (!await([&] { return test_wait(asked, heard); })) return;
@@ -193,11 +193,11 @@ __device__ __forceinline__ void scheduler_role(const Schedule<P>& schedule,
           schedule.table.last_round()) {
         break;
       }
-      if (!next_round(await([&] { return told == index; }))) return;
+      if (!next_round(await([&] { return published == index; }))) return;
       work = workload_of(schedule);
       ticket = blockIdx.x >> paired;
     }
-    if (!await([&] { return index - told < kTaskSlots; })) return;
+    if (!await([&] { return index - published < kTaskSlots; })) return;
     if (speaks) schedule.queue.block.tasks[index % kTaskSlots] = task;
     __syncwarp();
     if (rehearsal != 0) continue;
@@ -206,7 +206,7 @@ __device__ __forceinline__ void scheduler_role(const Schedule<P>& schedule,
     }
     if (!goes_on()) break;
   }
-  await([&] { return told == index; });
+  await([&] { return published == index; });
 }
 
 }  // namespace switchyard::gpu

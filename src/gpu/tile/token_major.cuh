@@ -28,7 +28,7 @@ class TokenMajorPlaces {
 
   template <typename Each>
   __device__ __forceinline__ void for_each(Each&& each) const {
-    const std::uint32_t lane = fresh_thread_index<32>();
+    const std::uint32_t lane = reread_thread_index<32>();
     const std::uint32_t token = token_major_row<kTaskBoxes>() + lane / 4;
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
@@ -43,7 +43,7 @@ class TokenMajorPlaces {
     constexpr int kOctets = kColumns / 8;
 #pragma unroll
     for (int box = 0; box < kTaskBoxes; ++box) {
-      const std::uint32_t column = column0_ + box * kColumns + 2 * fresh_thread_index<4>();
+      const std::uint32_t column = column0_ + box * kColumns + 2 * reread_thread_index<4>();
       const auto apply_octets = [&](const float* vector, float* sums) {
 #pragma unroll
         for (int n = 0; n < kOctets; ++n) {
@@ -62,7 +62,7 @@ class TokenMajorPlaces {
   }
   template <typename WeightOf>
   __device__ __forceinline__ void weigh(Sums& acc, WeightOf&& weight_of) const {
-    const std::uint32_t token = token_major_row<kTaskBoxes>() + fresh_thread_index<32>() / 4;
+    const std::uint32_t token = token_major_row<kTaskBoxes>() + reread_thread_index<32>() / 4;
     const float weights[] = {weight_of(token), weight_of(token + 8)};
 #pragma unroll
     for (int i = 0; i < kCount; ++i) at(acc, i) *= weights[i / 2 % 2];
@@ -82,7 +82,7 @@ class TokenMajorPlaces {
     // less than fetching the same code again.
     std::uint32_t column = column0_;
 #pragma unroll 1
-    for (std::uint32_t left = untold<kTaskBoxes>();;) {
+    for (std::uint32_t left = opaque<kTaskBoxes>();;) {
 #pragma unroll
       for (int part = 0; part < (kGated ? 2 : 4); ++part) {
         const std::uint32_t row = row0 + part % 2 * kWarpStagedTokens;
@@ -91,7 +91,7 @@ class TokenMajorPlaces {
           const auto octet = [&](int n) {
             return pack(acc[0] + 4 * (part / 2 * 8 + 4 * j + n) + part % 2 * 2);
           };
-          const std::uint32_t lane = fresh_thread_index<32>();
+          const std::uint32_t lane = reread_thread_index<32>();
           store_matrices<false>(staging.place(lane % 8, 4 * j + lane / 8), octet(0), octet(1),
                                 octet(2), octet(3));
         }
@@ -127,7 +127,7 @@ __device__ __forceinline__ void store_codes(const Epilogue<C>& epilogue, const T
   const auto intermediate =
       static_cast<std::uint32_t>(epilogue.experts.ffn(task.shared != 0).intermediate);
   const std::uint32_t row0 = token_major_row<kTaskBoxes>(), slot = task.tile % layer.h_slots;
-  const std::uint32_t t = fresh_thread_index<4>();
+  const std::uint32_t t = reread_thread_index<4>();
   const WarpStaging staging(epilogue, group);
   float most[2];
 #pragma unroll
@@ -146,7 +146,7 @@ __device__ __forceinline__ void store_codes(const Epilogue<C>& epilogue, const T
   if constexpr (kHalf) {
     // The other warpgroup has the other half.
     auto* const shared = epilogue.most;
-    const std::uint32_t row = row0 + fresh_thread_index<32>() / 4;
+    const std::uint32_t row = row0 + reread_thread_index<32>() / 4;
     if (t < 2) shared[group][row + 8 * t] = t == 0 ? most[0] : most[1];
     named_barrier<kMathGroups * kWarpgroup>(kBothGroups);
 #pragma unroll
@@ -154,11 +154,11 @@ __device__ __forceinline__ void store_codes(const Epilogue<C>& epilogue, const T
     // After this barrier the next tile's maxima may be written.
     named_barrier<kMathGroups * kWarpgroup>(kBothGroups);
   }
-  const std::uint32_t staged = fresh_thread_index<32>() / 4;
+  const std::uint32_t staged = reread_thread_index<32>() / 4;
   const std::size_t to = std::size_t{slot} * kMaxHeight<C> * layer.h_stride + column0;
   // The second token's values take the place of the first's, which halves the code.
 #pragma unroll 1
-  for (std::uint32_t left = untold<2>(), row = row0;;) {
+  for (std::uint32_t left = opaque<2>(), row = row0;;) {
     const GroupScale scale = group_scale(most[0]);
     if (t == 0 && row + staged < task.rows && column0 < intermediate && (!kHalf || group == 0)) {
       layer.h_scales[(std::size_t{slot} * layer.h_groups + column0 / kQuantGroup) * kMaxHeight<C> +
@@ -169,7 +169,7 @@ __device__ __forceinline__ void store_codes(const Epilogue<C>& epilogue, const T
       // Columns 2 t and 2 t + 1, and the same plus 8, of 16. Four lanes exchange them: four
       // neighbouring columns for each.
       const std::uint32_t codes = quantize(values[2 * p][0], values[2 * p + 1][0], scale.inverse);
-      const std::uint32_t from = fresh_thread_index<32>() / 4 * 4 + t % 2 * 2;
+      const std::uint32_t from = reread_thread_index<32>() / 4 * 4 + t % 2 * 2;
       const std::uint32_t low = __shfl_sync(~0u, codes, from);
       const std::uint32_t high = __shfl_sync(~0u, codes, from + 1);
       store_shared_word(staging.place(staged, p) + 4 * t,

@@ -30,7 +30,7 @@ class WeightMajorPlaces {
   // Calls each(i, token, column, of_up) for every sum i that the thread has of the tile.
   template <typename Each>
   __device__ __forceinline__ void for_each(Each&& each) const {
-    const std::uint32_t first = column(), lane = fresh_thread_index<32>();
+    const std::uint32_t first = column(), lane = reread_thread_index<32>();
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
       each(i, i / 4 * 8 + 2 * (lane % 4) + i % 2, first + (!kGated && i / 2 % 2 != 0 ? 8 : 0),
@@ -53,7 +53,7 @@ class WeightMajorPlaces {
   // weight; they are not stored.
   template <typename WeightOf>
   __device__ __forceinline__ void weigh(Sums& acc, WeightOf&& weight_of) const {
-    const std::uint32_t first = 2 * fresh_thread_index<4>();
+    const std::uint32_t first = 2 * reread_thread_index<4>();
 #pragma unroll
     for (int n = 0; n < N / 8; ++n) {
       const float weights[] = {weight_of(8 * n + first), weight_of(8 * n + first + 1)};
@@ -83,7 +83,7 @@ class WeightMajorPlaces {
  private:
   // Returns the column of the thread's first weight row.
   __device__ std::uint32_t column() const {
-    const std::uint32_t thread = fresh_thread_index<kWarpgroup>();
+    const std::uint32_t thread = reread_thread_index<kWarpgroup>();
     return column0_ + thread / 32 * (kColumns / 4) + thread % 32 / 4;
   }
 
