@@ -277,8 +277,9 @@ class MoeLayer {
   // synchronise, so it can be captured in a CUDA graph, and a graph may be launched again with
   // other contents in the same memory. Passes of one layer must follow one another: on one stream,
   // or on streams that wait for each other. The same input gives the same bits, on every repetition
-  // and however many ranks share the experts (with kCuda, where routing is given: what its gate
-  // sums up in parts depends on how many tokens a rank has); in FP8, activations and what
+  // and however many ranks share the experts (with kCuda, where routing is given, because what its
+  // gate sums up in parts depends on how many tokens a rank has, and where Schedule::small_tokens
+  // is 0, because passes of few tokens on one GPU add in another order); in FP8, activations and what
   // quantising them as above makes of them give the same bits, too. Throws Error{kInvalidArgument,
   // kShapeMismatch, kDTypeMismatch, kCapacityExceeded} before anything is sent if the input is
   // unusable; TimeoutError{kTimeout} if a rank did not do its part within the deadline,
