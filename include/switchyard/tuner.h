@@ -323,26 +323,13 @@ struct Table {
     float a = 0, b = 0, c = 0, d = 0;
   };
   std::vector<Entry> entries{};
-  // The entry of each range of tokens, for kernels whose host chooses and knows only a pass's
-  // tokens. No two ranges overlap, and the kernel's own rule runs all other passes. Such a table
-  // may have no entry. Empty: the predicted time chooses.
-  struct Range {
-    int first = 0, last = 0;  // tokens
-    std::size_t entry = 0;
-  };
-  std::optional<std::vector<Range>> by_tokens{};
 };
 // The configurations that the fit chooses for at least one of the routings: every beta of 0, 0.05,
 // ... 1 from both generators, and every power of two of tokens up to `most_tokens`.
 Table make_table(const Fit& fit, std::size_t model, int most_tokens = 1024);
-// A table by tokens: TokensChoice::configuration where it gains kLeastGain or more. Between two
-// measured numbers of tokens there is a choice if both have the same one.
-Table make_table_by_tokens(const Profile& profile, const Fit& fit, std::size_t model);
 // Evaluates in float, in the order of Form, as a device would. Ties go to the earlier entry. Throws
 // Error{kInvalidArgument} for a table without entries.
 std::size_t select(const Table& table, std::span<const std::int64_t> counts);
-// The entry that a table by tokens has for a pass of `tokens` tokens. None: the kernel's rule.
-std::optional<std::size_t> entry_for(const Table& table, std::int64_t tokens);
 std::string to_json(const Table& table);
 Table parse_table(std::string_view text, const std::string& source);
 // Reads a table and does not check it against a kernel, which GroupedGemm does by itself.
@@ -372,25 +359,6 @@ struct Outcome {
 // At each point the cost model chooses among the configurations that can run it. Points without
 // times of all their configurations are left out.
 std::vector<Outcome> evaluate(const Profile& profile, const Fit& fit);
-
-// The gain of choosing by tokens alone, at one number of tokens: over all points of a model with
-// that number and with times of all their configurations.
-struct TokensChoice {
-  int tokens = 0;
-  std::size_t points = 0;
-  // The share by which the rule is slower than the best configuration of each point; below 0 where
-  // it is faster.
-  double left_mean = 0, left_max = 0;
-  // The configuration that gains the most over the rule at all points together, of those that lose
-  // more than kMostLoss at none. None if all do.
-  std::optional<std::size_t> configuration{};
-  // The share by which the rule is slower than it: in the geometric mean, and at the point where it
-  // is least.
-  double gain = 0, least = 0;
-};
-inline constexpr double kLeastGain = 0.02, kMostLoss = 0.02;
-// One choice for each number of tokens, in order. Empty for a profile without the kernel's rule.
-std::vector<TokensChoice> choices_by_tokens(const Profile& profile, std::size_t model);
 
 struct Regret {
   std::size_t points = 0;

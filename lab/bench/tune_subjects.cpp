@@ -256,7 +256,6 @@ class LayerSubject : public TuneSubject {
       options.compute = compute_;
       options.schedule = choice.schedule;
       options.num_threads = choice.num_threads;
-      if (!layers_.empty()) options.share_memory_with = layers_.front().get();
       layers_.push_back(std::make_unique<MoeLayer>(
           world_, spec_, weights_of(static_cast<std::size_t>(copy)), options));
     }

@@ -83,47 +83,6 @@ std::vector<Outcome> evaluate(const Profile& profile, const Fit& fit) {
   return outcomes;
 }
 
-std::vector<TokensChoice> choices_by_tokens(const Profile& profile, std::size_t model) {
-  const auto& all = profile.configurations;
-  const auto rule = static_cast<std::size_t>(
-      std::find_if(all.begin(), all.end(), [](const auto& c) { return c.is_rule; }) - all.begin());
-  if (rule == all.size()) return {};
-  std::map<int, std::vector<const Point*>> by_tokens;
-  for (const Point& point : profile.points) {
-    if (point.model != model || !is_timed(point) || !runs(point, rule)) continue;
-    if (best_of(profile, point) < all.size()) by_tokens[point.tokens].push_back(&point);
-  }
-  std::vector<TokensChoice> choices;
-  for (const auto& [tokens, points] : by_tokens) {
-    const auto count = static_cast<double>(points.size());
-    TokensChoice choice;
-    choice.tokens = tokens;
-    choice.points = points.size();
-    choice.left_max = -1;
-    for (const Point* point : points) {
-      const double left = point->times_us[rule] / point->times_us[best_of(profile, *point)] - 1;
-      choice.left_mean += left / count;
-      choice.left_max = std::max(choice.left_max, left);
-    }
-    for (std::size_t c = 0; c < all.size(); ++c) {
-      if (c == rule) continue;
-      double logs = 0, least = std::numeric_limits<double>::infinity();
-      for (const Point* point : points) {
-        const double ratio = runs(*point, c) ? point->times_us[rule] / point->times_us[c] : 0;
-        logs += std::log(ratio);
-        least = std::min(least, ratio);
-      }
-      const double gain = std::exp(logs / count) - 1;
-      if (least < 1 / (1 + kMostLoss) || (choice.configuration && gain <= choice.gain)) continue;
-      choice.configuration = c;
-      choice.gain = gain;
-      choice.least = least - 1;
-    }
-    choices.push_back(choice);
-  }
-  return choices;
-}
-
 Regret regret_of(std::span<const Outcome> outcomes) {
   Regret regret;
   regret.points = outcomes.size();
