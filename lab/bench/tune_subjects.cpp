@@ -9,10 +9,10 @@
 #include <utility>
 
 #include "base/convert.h"
+#include "base/mix64.h"
 #include "bench/activations.h"
 #include "bench/grouped_operands.h"
 #include "bench/measure.h"
-#include "model/random_tensor.h"
 #include "switchyard/error.h"
 #include "switchyard/grouped_gemm.h"
 

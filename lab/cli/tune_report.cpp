@@ -11,6 +11,7 @@
 #include "base/printable.h"
 #include "cli/format.h"
 #include "switchyard/routing.h"
+#include "tuning/judgement.h"
 
 namespace switchyard::cli {
 namespace {

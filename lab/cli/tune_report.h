@@ -7,6 +7,7 @@
 
 #include "results/ramp_row.h"
 #include "switchyard/tuner.h"
+#include "tuning/regions.h"
 
 namespace switchyard::cli {
 

@@ -16,6 +16,7 @@
 #include "c_api/handles.h"
 #include "c_api/specs.h"
 #include "c_api/structs.h"
+#include "switchyard/checkpoint.h"
 #include "switchyard/recording.h"
 #include "switchyard/routing.h"
 #include "trace/chrome_trace.h"

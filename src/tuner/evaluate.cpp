@@ -83,35 +83,4 @@ std::vector<Outcome> evaluate(const Profile& profile, const Fit& fit) {
   return outcomes;
 }
 
-Regret regret_of(std::span<const Outcome> outcomes) {
-  Regret regret;
-  regret.points = outcomes.size();
-  if (outcomes.empty()) return regret;
-  const auto count = static_cast<double>(outcomes.size());
-  for (const Outcome& outcome : outcomes) {
-    regret.mean += outcome.regret() / count;
-    regret.max = std::max(regret.max, outcome.regret());
-  }
-  if (outcomes.size() < 2) return regret;
-  double squares = 0;
-  for (const Outcome& outcome : outcomes) {
-    squares += (outcome.regret() - regret.mean) * (outcome.regret() - regret.mean);
-  }
-  regret.standard_error = std::sqrt(squares / (count - 1) / count);
-  return regret;
-}
-
-std::optional<double> speed_up(std::span<const Outcome> outcomes,
-                               std::optional<double> Outcome::*before) {
-  double sum = 0;
-  std::size_t points = 0;
-  for (const Outcome& outcome : outcomes) {
-    if (!(outcome.*before)) continue;
-    sum += std::log(*(outcome.*before) / outcome.chosen_us);
-    ++points;
-  }
-  if (points == 0) return {};
-  return std::exp(sum / static_cast<double>(points));
-}
-
 }  // namespace switchyard::tuner

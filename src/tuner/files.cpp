@@ -371,15 +371,6 @@ Table parse_table(std::string_view text, const std::string& source) {
 Table read_table(const std::filesystem::path& file) {
   return parse_table(read_named(file, kMostFileBytes), file.string());
 }
-Table read_table(const std::filesystem::path& file, std::string_view kernel, std::int64_t version,
-                 std::string_view machine, const Model& model) {
-  Table table = read_table(file);
-  const Match match{"the table", printable(file)};
-  match.require_kernel(table.kernel, table.version, std::string(kernel), version);
-  match.require_machine(table.device.machine, std::string(machine));
-  match.require_model(table.model, model);
-  return table;
-}
 void write_table(const std::filesystem::path& file, const Table& table) {
   write_whole(file, to_json(table));
 }

@@ -7,7 +7,7 @@
 #include "gpu/device.h"
 #include "layer/compute.h"
 #include "model/errors.h"
-#include "model/generate.h"
+#include "models/generate.h"
 #include "switchyard/layer.h"
 #include "switchyard/workspace.h"
 

@@ -136,12 +136,8 @@ TEST(TunerFiles, TablesAreReadStrictly) {
 
 class FitFiles : public ::testing::Test {
  protected:
-  FitFiles() {
-    write_fit(file(), fit(measured(known_, {kSmall})));
-    write_table(table(), make_table(fit(measured(known_, {kSmall})), 0));
-  }
+  FitFiles() { write_fit(file(), fit(measured(known_, {kSmall}))); }
   std::filesystem::path file() const { return directory_ / "fit.json"; }
-  std::filesystem::path table() const { return directory_ / "table.json"; }
   KnownKernel known_;
 
  private:
@@ -179,15 +175,6 @@ TEST_F(FitFiles, AreForOneKernelOnOneMachine) {
   Kernel fewer = known_.kernel;
   fewer.configurations.pop_back();
   expect_mismatch([&] { read_fit(file(), fewer, kDevice); }, "number of configurations", "6", "5");
-}
-
-TEST_F(FitFiles, TablesAreForOneModel) {
-  EXPECT_NO_THROW(read_table(table(), "known", 3, kDevice.machine, kSmall));
-  expect_mismatch([&] { read_table(table(), "known", 4, kDevice.machine, kSmall); }, "version", "3",
-                  "4");
-  expect_mismatch([&] { read_table(table(), "known", 3, "other", kSmall); }, "machine",
-                  kDevice.machine, "other");
-  EXPECT_THROW(read_table(table(), "known", 3, kDevice.machine, kLarge), MismatchError);
 }
 
 TEST_F(FitFiles, AbsentFilesAreNamed) {
