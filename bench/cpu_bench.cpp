@@ -17,7 +17,7 @@
 #include "cpu/thread_trace.h"
 #include "cpu/tile_gemm.h"
 #include "model/config.h"
-#include "model/generate.h"
+#include "models/generate.h"
 #include "protocol/partition.h"
 #include "switchyard/layer.h"
 #include "switchyard/routing.h"

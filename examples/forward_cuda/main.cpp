@@ -3,6 +3,7 @@
 //   forward_cuda CHECKPOINT LAYER                             one GPU
 //   switchyard launch -n 2 -- forward_cuda CHECKPOINT LAYER   two; or torchrun, mpirun
 #include <cuda_runtime_api.h>
+#include <switchyard/checkpoint.h>
 #include <switchyard/layer.h>
 
 #include <cstdint>

@@ -24,8 +24,8 @@
 #include <functional>
 #include <memory>
 
-#include "switchyard/grouped_gemm.h"
 #include "switchyard/layer.h"
+#include "switchyard/operators.h"
 #include "switchyard/tensor.h"
 #include "switchyard/trace.h"
 #include "switchyard/weights.h"

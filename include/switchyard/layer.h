@@ -24,9 +24,6 @@ namespace switchyard {
 class LayerEngine;
 class MoeLayer;
 class Workspace;
-namespace tuner {
-struct Table;
-}
 
 // A point in the protocol, for step hooks.
 struct ProtocolStep {
@@ -90,13 +87,12 @@ struct LayerOptions {
   // kCuda only. Choices that replace the layer's own rules.
   Schedule schedule{};
   // Shared memory to work in, for the layers of a model, whose passes follow one another (see
-  // workspace.h): a workspace of the same world and backend, which may end before this layer; or
-  // the memory of another layer. It needs room for this layer. The same on all ranks. With kCuda
-  // stats() count the passes of all layers in the memory, and `nan_*`, `bad_slots` and bytes are of
-  // the last pass of any of them.
+  // workspace.h): a workspace of the same world and backend, which may end before this layer. It
+  // needs room for this layer. The same on all ranks. Null: memory of its own. With kCuda stats()
+  // count the passes of all layers in the memory, and `nan_*`, `bad_slots` and bytes are of the
+  // last pass of any of them.
   const Workspace* workspace = nullptr;
   int workspace_slot = 0;  // 0 to slots - 1
-  const MoeLayer* share_memory_with = nullptr;
   // Arithmetic and wire type: kBF16, kF32 or kF8E4M3. Empty: kF8E4M3 if the matrices of all experts
   // are FP8 and their scales are of blocks of multiples of 128 rows and columns (or of all of them)
   // or of whole rows; kBF16 for bf16 and other FP8 checkpoints, kF32 for fp16 and fp32 ones, or,
@@ -145,13 +141,6 @@ struct LayerOptions {
   int recorded_steps = 0;
   // The layer's name in its recording: "layers.3". It may be any text, or none.
   std::string name{};
-  // kCuda only, in place of `schedule`. Schedules to choose from by the tokens of each pass: a
-  // table of tuner.h for this layer's shape, compute type and GPU. The host chooses, since a launch
-  // fixes whether a pass is small and whether blocks go in pairs, and knows the tokens alone: by
-  // Table::by_tokens, on one rank, or for rows that are balanced over the experts. A graph keeps
-  // the choice that was captured. Memory has room for the schedule that needs the most. Null, and
-  // passes for which the table has no choice: the rules.
-  std::shared_ptr<const tuner::Table> table{};
   // How long a rank waits for late ranks' counts before it computes rows that are here. Rows of
   // late ranks are computed when they come, which reads weights again. Outputs are the same bits
   // either way. At most a year; ranks may differ.
@@ -165,10 +154,6 @@ struct LayerOptions {
   //          `deadline` or more.
   std::optional<std::chrono::microseconds> patience{};
 };
-// The kernel and version of tables for layers: "layer_bf16", "layer_fp8". The version grows
-// whenever the kernel's times change.
-std::string layer_kernel_name(DType compute);
-inline constexpr std::int64_t kLayerKernelVersion = 1;
 
 // One rank's share of a batch. T may differ between ranks and calls, and may be 0.
 //
@@ -349,7 +334,7 @@ class MoeLayer {
   DType compute() const;
   int num_threads() const;  // kCuda: 0
   // Private memory of this rank beside weights and heap: with kCuda what was allocated on the
-  // device when the layer was made, or what it shares (LayerOptions::share_memory_with), with kCpu
+  // device when the layer was made, or the workspace's memory that it works in, with kCpu
   // address space that is committed as it is used.
   std::uint64_t workspace_bytes() const;
 

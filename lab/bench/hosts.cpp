@@ -18,7 +18,7 @@
 #include "fabric/fabric.h"
 #include "gpu/device.h"
 #include "machine/description.h"
-#include "model/generate.h"
+#include "models/generate.h"
 #include "network/proxy.h"
 #include "protocol/atomics.h"
 #include "switchyard/error.h"

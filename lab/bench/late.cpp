@@ -10,6 +10,7 @@
 #include <mutex>
 #include <random>
 
+#include "base/mix64.h"
 #include "base/names.h"
 #include "base/plural.h"
 #include "bench/activations.h"
@@ -18,8 +19,7 @@
 #include "bench/suite.h"
 #include "gpu/device.h"
 #include "machine/description.h"
-#include "model/generate.h"
-#include "model/random_tensor.h"
+#include "models/generate.h"
 #include "protocol/control.h"
 #include "run/devices.h"
 #include "run/late.h"

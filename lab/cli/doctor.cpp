@@ -8,7 +8,6 @@
 #include <exception>
 #include <memory>
 
-#include "base/host_memory.h"
 #include "base/json.h"
 #include "base/names.h"
 #include "base/plural.h"
@@ -16,6 +15,7 @@
 #include "cli/commands.h"
 #include "cli/format.h"
 #include "cli/source.h"
+#include "common/host_memory.h"
 #include "cpu/kernels.h"
 #include "cpu/tile_gemm.h"
 #include "fabric/launch.h"

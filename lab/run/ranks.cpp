@@ -11,8 +11,8 @@
 #include <span>
 #include <type_traits>
 
-#include "base/host_memory.h"
 #include "base/threads.h"
+#include "common/host_memory.h"
 #include "fabric/fabric.h"
 #include "gpu/device.h"
 #include "layer/compute.h"

@@ -11,13 +11,14 @@
 #include <string>
 #include <utility>
 
+#include "base/printable.h"
 #include "c_api/guard.h"
 #include "c_api/handles.h"
 #include "c_api/specs.h"
 #include "c_api/structs.h"
+#include "switchyard/checkpoint.h"
 #include "switchyard/recording.h"
 #include "switchyard/routing.h"
-#include "switchyard/tuner.h"
 #include "trace/chrome_trace.h"
 
 namespace switchyard::c_api {
@@ -58,9 +59,16 @@ Options options_of(const sy_layer_options* pointer) {
   layer.pre_sum_per_host = given.pre_sum_per_host != 0;
   if (given.name != nullptr) layer.name = given.name;
   if (given.table_file != nullptr) {
-    layer.table = std::make_shared<tuner::Table>(tuner::read_table(given.table_file));
+    refuse(ErrorCode::kInvalidArgument,
+           fmt::format("table_file is '{}', but layers have no tables any more: they gained 0.5 % "
+                       "over the layer's own rules; leave it null",
+                       printable(given.table_file)));
   }
-  if (given.share_memory_with != nullptr) layer.share_memory_with = &given.share_memory_with->layer;
+  if (given.share_memory_with != nullptr) {
+    refuse(ErrorCode::kInvalidArgument,
+           "share_memory_with is set, but layers share the memory of a workspace; make one with "
+           "sy_workspace_create(), and give it to each of them as workspace");
+  }
   return options;
 }
 

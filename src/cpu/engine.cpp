@@ -176,7 +176,6 @@ class Engine final : public LayerEngine {
   DType compute() const override { return layer_.compute; }
   int num_threads() const override { return link_->num_threads(); }
   std::uint64_t workspace_bytes() const override;
-  std::shared_ptr<switchyard::PassMemory> memory() const override { return memory_; }
 
  private:
   void prepare_weights();

@@ -45,8 +45,6 @@ void check_options(const LayerOptions& options) {
   if (options.recorded_steps > 0) {
     refuse("recorded_steps is set", "leave it at 0, or record on the CPU or on one host");
   }
-  if (options.table != nullptr) refuse("a table is given", "leave it out");
-  if (options.share_memory_with != nullptr) refuse("share_memory_with is set", "leave it empty");
 }
 
 float as_float(const std::byte* from, DType dtype) {
@@ -694,7 +692,6 @@ class Engine final : public LayerEngine {
   DType compute() const override { return core_->compute(); }
   int num_threads() const override { return 0; }
   std::uint64_t workspace_bytes() const override { return core_->device_bytes(); }
-  std::shared_ptr<PassMemory> memory() const override { return nullptr; }
 
  private:
   const World world_;

@@ -35,12 +35,11 @@ class LayerEngine {
   virtual DType compute() const = 0;
   virtual int num_threads() const = 0;
   virtual std::uint64_t workspace_bytes() const = 0;
-  virtual std::shared_ptr<PassMemory> memory() const = 0;
 };
 
 // MoeLayer has checked the options by themselves and against the machine; spec and weights, and the
-// options against them, are the engine's to check. `memory`: of LayerOptions::workspace or
-// share_memory_with, and of this backend and world; or null, for memory of the layer's own.
+// options against them, are the engine's to check. `memory`: of LayerOptions::workspace, and of
+// this backend and world; or null, for memory of the layer's own.
 namespace cpu {
 std::unique_ptr<LayerEngine> make_engine(const World& world, const LayerSpec& spec,
                                          const MoeWeights& weights, const LayerOptions& options,

@@ -8,12 +8,13 @@
 #include <filesystem>
 
 #include "model/errors.h"
-#include "model/generate.h"
-#include "model/model_table.h"
 #include "model/temporary_directory.h"
+#include "models/generate.h"
+#include "models/model_table.h"
 #include "support/accuracy.h"
 #include "support/layers.h"
 #include "support/ranks.h"
+#include "switchyard/checkpoint.h"
 #include "switchyard/weights.h"
 
 namespace switchyard::testing {

@@ -231,10 +231,6 @@ TEST(Workspace, StaysAsLongAsALayerIsInIt) {
     MoeLayer layer = layers.make(world, 0, workspace.get());
     workspace.reset();
     forward_share(layer, batch, shares, world.rank(), result);
-    // Another layer may join it by way of this one.
-    LayerOptions options{.max_tokens = 10, .num_threads = 1};
-    options.share_memory_with = &layer;
-    MoeLayer second(world, layers.specs[1], layers.weights[1], options);
   });
   EXPECT_TRUE(result.output ==
               run_batch(layers.specs[0], layers.weights[0], batch, shares, DType::kF32).output);

@@ -17,6 +17,7 @@
 #include "support/accuracy.h"
 #include "support/device_batch.h"
 #include "support/layers.h"
+#include "switchyard/workspace.h"
 
 namespace switchyard::testing {
 namespace {
@@ -341,8 +342,11 @@ TEST_F(GpuMemory, LayersOfAModelShareIt) {
     const Batch batch = random_batch(spec, tokens, DType::kBF16, 4);
     const BatchResult expected[] = {DeviceLayer(spec, w[0], 300).run(batch, DType::kBF16),
                                     DeviceLayer(spec, w[1], 300).run(batch, DType::kBF16)};
-    std::optional<DeviceLayer> first(std::in_place, spec, w[0], 300);
-    DeviceLayer second(spec, w[1], 300, {.share_memory_with = &first->layer()});
+    const Workspace workspace(DeviceLayer::world(), spec,
+                              {.backend = Backend::kCuda, .max_tokens = 300});
+    std::optional<DeviceLayer> first(std::in_place, spec, w[0], 300,
+                                     LayerOptions{.workspace = &workspace});
+    DeviceLayer second(spec, w[1], 300, {.workspace = &workspace});
     EXPECT_EQ(second.layer().workspace_bytes(), first->layer().workspace_bytes());
     for (int i = 0; i < 3; ++i) {
       EXPECT_TRUE(first->run(batch, DType::kBF16).output == expected[0].output);
@@ -363,8 +367,9 @@ TEST_F(GpuMemory, LayersOfAModelShareIt) {
 TEST_F(GpuMemory, LayersThatNeedMoreDoNotShareIt) {
   const LayerSpec spec = wide_spec(16, 4);
   const MoeWeights w = make_weights(spec, DType::kBF16, 3);
-  DeviceLayer layer(spec, w, 300);
-  const LayerOptions shared{.share_memory_with = &layer.layer()};
+  const Workspace workspace(DeviceLayer::world(), spec,
+                            {.backend = Backend::kCuda, .max_tokens = 300});
+  const LayerOptions shared{.workspace = &workspace};
   EXPECT_ERROR(DeviceLayer(spec, w, 301, shared), ErrorCode::kInvalidArgument, "does not fit");
   LayerSpec more = spec;
   more.top_k = 5;
@@ -375,9 +380,9 @@ TEST_F(GpuMemory, LayersThatNeedMoreDoNotShareIt) {
   other_world.max_tokens = 300;
   EXPECT_ERROR(MoeLayer(World::single(), spec, w, other_world), ErrorCode::kInvalidArgument,
                "another world");
-  const MoeLayer on_cpu(World::single(), spec, w, {.num_threads = 1});
-  EXPECT_ERROR(DeviceLayer(spec, w, 300, {.share_memory_with = &on_cpu}),
-               ErrorCode::kInvalidArgument, "of the cpu backend");
+  const Workspace on_cpu(DeviceLayer::world(), spec, {.num_threads = 1});
+  EXPECT_ERROR(DeviceLayer(spec, w, 300, {.workspace = &on_cpu}), ErrorCode::kInvalidArgument,
+               "of the cpu backend");
 }
 
 using GpuTypes = GpuTest;

@@ -20,6 +20,7 @@
 #include "support/fp8.h"
 #include "support/layers.h"
 #include "support/numbers.h"
+#include "switchyard/workspace.h"
 
 namespace switchyard::testing {
 namespace {
@@ -410,6 +411,17 @@ TEST_F(RanksTest, RanksThatDisagreeAreTold) {
   }
 }
 
+WorkspaceOptions workspace_options(const World& world) {
+  const LayerOptions of_rank = options_of_rank(world.rank(), world.size(), {});
+  gpu::set_device(of_rank.device);
+  WorkspaceOptions options;
+  options.backend = Backend::kCuda;
+  options.max_tokens = 150;
+  options.device = of_rank.device;
+  options.reserved_sms = of_rank.reserved_sms;
+  return options;
+}
+
 TEST_F(RanksTest, LayersOfAModelShareTheirMemory) {
   const LayerSpec spec = ragged_spec(16, 4, false);
   const MoeWeights w[] = {make_weights(spec, DType::kBF16, 3), make_weights(spec, DType::kBF16, 4)};
@@ -419,8 +431,9 @@ TEST_F(RanksTest, LayersOfAModelShareTheirMemory) {
                                   run_on_gpus(spec, w[1], batch, shares, DType::kBF16)};
   run_all_ranks(World::threads(2), [&](const World& world) {
     const auto r = static_cast<std::size_t>(world.rank());
-    DeviceRank first(world, spec, w[0], 150);
-    DeviceRank second(world, spec, w[1], 150, {.share_memory_with = &first.layer()});
+    const Workspace workspace(world, spec, workspace_options(world));
+    DeviceRank first(world, spec, w[0], 150, {.workspace = &workspace});
+    DeviceRank second(world, spec, w[1], 150, {.workspace = &workspace});
     DeviceBatch share(spec, share_of_batch(batch, shares, world.rank(), spec.top_k), DType::kBF16);
     for (int i = 0; i < 6; ++i) {
       // Behind each other, on two streams.
@@ -435,10 +448,10 @@ TEST_F(RanksTest, LayersOfAModelShareTheirMemory) {
     first.world().barrier();
   });
   for (const std::exception_ptr& failure : run_ranks(World::threads(2), [&](const World& world) {
-         DeviceRank first(world, spec, w[0], 150);
+         const Workspace workspace(world, spec, workspace_options(world));
          LayerOptions options;
-         if (world.rank() == 1) options.share_memory_with = &first.layer();
-         DeviceRank second(world, spec, w[1], 150, options);
+         if (world.rank() == 1) options.workspace = &workspace;
+         DeviceRank layer(world, spec, w[1], 150, options);
        })) {
     ASSERT_TRUE(failure);
     try {

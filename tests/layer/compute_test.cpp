@@ -6,7 +6,7 @@
 #include <span>
 
 #include "model/errors.h"
-#include "model/generate.h"
+#include "models/generate.h"
 #include "switchyard/layer.h"
 
 namespace switchyard {

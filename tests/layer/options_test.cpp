@@ -7,7 +7,7 @@
 #include "gpu/device.h"
 #include "layer/compute.h"
 #include "model/errors.h"
-#include "model/generate.h"
+#include "models/generate.h"
 #include "switchyard/layer.h"
 #include "switchyard/workspace.h"
 
@@ -65,10 +65,7 @@ TEST_F(LayerOptionsTest, TheCpuHasOneSchedule) {
 }
 
 TEST_F(LayerOptionsTest, OneMemoryOfTheSameWorld) {
-  const MoeLayer layer = make({});
   const Workspace workspace(world_, spec_, {.compute = DType::kF32});
-  EXPECT_ERROR(make({.workspace = &workspace, .share_memory_with = &layer}),
-               ErrorCode::kInvalidArgument, "workspace and share_memory_with are both set");
   EXPECT_ERROR(make({.workspace = &workspace, .workspace_slot = 1}), ErrorCode::kInvalidArgument,
                "workspace_slot is 1; the workspace has slots 0 to 0");
   EXPECT_ERROR(make({.workspace_slot = 1}), ErrorCode::kInvalidArgument, "there is no workspace");

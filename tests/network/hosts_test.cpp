@@ -23,7 +23,7 @@
 #include "fabric/launch.h"
 #include "fabric/namespaces.h"
 #include "fabric/place.h"
-#include "model/model_table.h"
+#include "models/model_table.h"
 #include "network/proxy.h"
 #include "reference/reference.h"
 #include "support/accuracy.h"

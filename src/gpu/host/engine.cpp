@@ -18,7 +18,6 @@
 #include "gpu/host/cuda_error.h"
 #include "gpu/host/device_scope.h"
 #include "gpu/host/few_tokens.h"
-#include "gpu/host/layer_choices.h"
 #include "gpu/host/mapped_memory.h"
 #include "gpu/host/pass_memory.h"
 #include "gpu/host/tensor_map.h"
@@ -87,7 +86,6 @@ class Engine final : public LayerEngine {
     return memory_->private_bytes() + ring_.bytes() + block_rows_.bytes() +
            (trace_ ? trace_->bytes() : 0);
   }
-  std::shared_ptr<switchyard::PassMemory> memory() const override { return memory_; }
 
  private:
   const PolicyFacts& policy() const { return kernel_.policy; }
@@ -99,7 +97,6 @@ class Engine final : public LayerEngine {
   DeviceBuffer upload_places(const ExpertPlacement& placement) const;
   void choose_grid();
   TileOrder order_of(const Schedule& schedule) const;
-  const Schedule& schedule_for(std::int64_t tokens);
   std::optional<std::uint64_t> patience_for(std::int64_t tokens) const;
   void require_room();
   PassSizes pass_sizes() const;
@@ -144,7 +141,6 @@ class Engine final : public LayerEngine {
   // Placements by the step from which they hold, if a recording layer got new ones.
   std::vector<std::pair<std::uint64_t, ExpertPlacement>> placements_;
   std::optional<DeviceTrace> trace_;
-  std::optional<LayerChoices> choices_;  // of a table
   std::unique_ptr<MappedMemory<Failures>> failures_ = std::make_unique<MappedMemory<Failures>>();
   LayerParams params_{};
   ForwardStats stats_;
@@ -215,11 +211,6 @@ Engine::Engine(const World& world, const LayerSpec& spec, const MoeWeights& weig
   describe_weights();
   attempt_together(world_.fabric(), [&] { choose_grid(); });
   if (distributed()) require_room();
-  attempt_together(world_.fabric(), [&] {
-    if (options_.table == nullptr) return;
-    choices_.emplace(*options_.table, spec_, policy().numerics.token.compute,
-                     device_info(device_).num_sms);
-  });
   const PassSizes sizes = pass_sizes();
   params_.order = sizes.order;
   static_cast<LargeStorage&>(params_) = num_places() > kUsualExperts ? kernel_.many : kernel_.usual;
@@ -429,20 +420,6 @@ TileOrder Engine::order_of(const Schedule& schedule) const {
                     depth);
 }
 
-// Returns the table's choice for the pass. Where there is none, returns the options' schedule.
-const Schedule& Engine::schedule_for(std::int64_t tokens) {
-  if (!choices_) return options_.schedule;
-  Schedule small;
-  small.small_tokens = kMostSmallTokens;
-  const bool can_be_small = choose_launch(small, {tokens, num_places(), spec_.top_k, world_.size(),
-                                                  0, 0, false}) == Launch::kSmall;
-  // (The host assumes that other ranks have as many tokens as this one.)
-  const auto choice = choices_->choose(tokens, world_.size(), can_be_small);
-  const Schedule& chosen = choice ? choices_->schedules()[*choice] : options_.schedule;
-  params_.order = order_of(chosen);
-  return chosen;
-}
-
 // Returns nanoseconds; none where a pass waits for all ranks' counts.
 std::optional<std::uint64_t> Engine::patience_for(std::int64_t tokens) const {
   if (!distributed()) return {};
@@ -465,14 +442,6 @@ PassSizes Engine::pass_sizes() const {
   PassSizes sizes;
   sizes.policy = policy();
   sizes.order = order_of(options_.schedule);
-  if (choices_) {
-    // Makes room for any of the table's orders, and for the rules'.
-    constexpr std::uint64_t kAnyTiles = std::uint64_t{1} << 40;
-    for (const Schedule& schedule : choices_->schedules()) {
-      const TileOrder order = order_of(schedule);
-      if (h_slots(order, kAnyTiles) > h_slots(sizes.order, kAnyTiles)) sizes.order = order;
-    }
-  }
   sizes.num_ranks = world_.size();
   sizes.num_places = num_places();
   sizes.own_places = params_.local_experts;
@@ -532,8 +501,8 @@ void Engine::forward(const ForwardInput& input, const ForwardOutput& output) {
 
   const DeviceScope scope(device_);
   const Launch launch = choose_launch(
-      schedule_for(x.rows), {x.rows, num_places(), spec_.top_k, world_.size(),
-                             policy().small_tokens, policy().small_logits, paired_grid_ >= kPair});
+      options_.schedule, {x.rows, num_places(), spec_.top_k, world_.size(), policy().small_tokens,
+                          policy().small_logits, paired_grid_ >= kPair});
   const bool small = launch == Launch::kSmall, pairs = launch == Launch::kPaired;
   call.paired = pairs ? 1 : 0;
   const bool overlaps = x.rows > 1 && x.row_stride < spec_.hidden;

@@ -1,4 +1,4 @@
-#include "model/model_table.h"
+#include "models/model_table.h"
 
 #include <fmt/core.h>
 
@@ -6,8 +6,8 @@
 #include <string>
 #include <vector>
 
-#include "base/nearest.h"
 #include "base/printable.h"
+#include "common/nearest.h"
 #include "switchyard/error.h"
 
 namespace switchyard {

@@ -1,11 +1,11 @@
+#include "tuning/regions.h"
+
 #include <algorithm>
 #include <cmath>
 #include <limits>
 #include <optional>
 #include <utility>
 #include <vector>
-
-#include "switchyard/tuner.h"
 
 namespace switchyard::tuner {
 namespace {
@@ -198,6 +198,16 @@ std::vector<Finding> findings(const Profile& profile, const DeviceConstants& dev
     }
   }
   return found;
+}
+
+const char* to_string(Region region) {
+  constexpr std::array kNames{"A1", "A2", "A3", "B1", "B2", "B3"};
+  return kNames[static_cast<std::size_t>(region)];
+}
+
+const char* to_string(Prediction prediction) {
+  constexpr std::array kNames{"split_k", "group_m", "wide_tiles"};
+  return kNames[static_cast<std::size_t>(prediction)];
 }
 
 }  // namespace switchyard::tuner

@@ -1,5 +1,5 @@
 // Summaries of traces whose answer is known.
-#include "trace/summary.h"
+#include "run/trace_summary.h"
 
 #include <gtest/gtest.h>
 

@@ -1,4 +1,4 @@
-#include "model/random_tensor.h"
+#include "models/random_tensor.h"
 
 #include <fmt/core.h>
 
@@ -7,6 +7,7 @@
 #include <numeric>
 
 #include "base/convert.h"
+#include "base/mix64.h"
 #include "switchyard/error.h"
 
 namespace switchyard {

@@ -1,4 +1,4 @@
-#include "trace/summary.h"
+#include "run/trace_summary.h"
 
 #include <limits>
 #include <map>

@@ -8,7 +8,7 @@
 #include <optional>
 
 #include "model/config.h"
-#include "model/model_table.h"
+#include "models/model_table.h"
 #include "switchyard/layer_spec.h"
 #include "switchyard/weights.h"
 

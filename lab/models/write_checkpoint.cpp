@@ -9,10 +9,11 @@
 
 #include "base/printable.h"
 #include "base/whole_file.h"
-#include "model/generate.h"
-#include "model/random_tensor.h"
 #include "model/safetensors.h"
 #include "model/tensor_names.h"
+#include "models/generate.h"
+#include "models/random_tensor.h"
+#include "models/safetensors_writer.h"
 #include "switchyard/error.h"
 
 namespace switchyard {

@@ -1,4 +1,4 @@
-#include "model/generate.h"
+#include "models/generate.h"
 
 #include <fmt/core.h>
 #include <sys/mman.h>
@@ -12,9 +12,10 @@
 #include <string>
 #include <thread>
 
-#include "base/host_memory.h"
+#include "base/mix64.h"
 #include "base/threads.h"
-#include "model/random_tensor.h"
+#include "common/host_memory.h"
+#include "models/random_tensor.h"
 #include "switchyard/error.h"
 
 namespace switchyard {

@@ -1,4 +1,4 @@
-#include "base/host_memory.h"
+#include "common/host_memory.h"
 
 #include <algorithm>
 #include <fstream>
