@@ -99,8 +99,7 @@ class Engine final : public ExchangeEngine {
   template <typename To>
   void send_chunk(const MatrixView& tokens, const DispatchHandle& handle, int peer, bool entries,
                   std::size_t begin, std::size_t end, To& to) const;
-  void put_token(const MatrixView& tokens, const DispatchHandle& handle, std::uint32_t token,
-                 std::byte* to) const;
+  void put_token(const MatrixView& tokens, std::uint32_t token, std::byte* to) const;
   void plan(DispatchHandle& handle);
   void await_counts(DispatchHandle& handle);
   void await_arrived(int source, std::uint64_t layout);
@@ -153,7 +152,7 @@ Engine::Engine(const World& world, const ExchangeProblem& problem, const Exchang
   shape.max_tokens = spec().max_tokens;
   shape.top_k = spec().top_k;
   shape.code_bytes = problem_.token_bytes();
-  shape.scale_bytes = problem_.wire_bytes() - problem_.token_bytes();
+  shape.scale_bytes = problem_.scale_bytes();
   shape.result_bytes = problem_.result_bytes();
   heap_ = protocol::ExchangeHeap(shape);
   protocol::HostSums sums;
@@ -280,14 +279,8 @@ void Engine::prepare_tokens(const MatrixView& tokens) {
   });
 }
 
-void Engine::put_token(const MatrixView& tokens, const DispatchHandle& handle, std::uint32_t token,
-                       std::byte* to) const {
+void Engine::put_token(const MatrixView& tokens, std::uint32_t token, std::byte* to) const {
   const std::size_t bytes = problem_.token_bytes(), scale_bytes = problem_.scale_bytes();
-  const std::size_t attached_bytes = problem_.attached_bytes;
-  if (attached_bytes != 0) {
-    std::memcpy(to + heap_.scale_offset() + scale_bytes, handle.attached + token * attached_bytes,
-                attached_bytes);
-  }
   const bool as_is = !problem_.quantised() || tokens.dtype == DType::kF8E4M3;
   const void* const codes = as_is ? tokens.row(token) : prepared(token);
   std::memcpy(to, codes, bytes);
@@ -331,11 +324,10 @@ void Engine::send_chunk(const MatrixView& tokens, const DispatchHandle& handle, 
     }
   }
   const SentTokens& sent = handle.sent_to[static_cast<std::size_t>(peer)];
-  // The row has the layout of a pool: scales and attached bytes stand behind the codes, at their
-  // offset.
-  const std::size_t others = problem_.wire_bytes() - problem_.token_bytes();
+  // The row has the layout of a pool: scales stand behind the codes, at their offset.
+  const std::size_t scales = problem_.scale_bytes();
   const std::size_t row_bytes =
-      others == 0 ? problem_.token_bytes() : heap_.scale_offset() + others;
+      scales == 0 ? problem_.token_bytes() : heap_.scale_offset() + scales;
   for (std::size_t i = begin; i < end; ++i) {
     const std::size_t last =
         i + 1 < sent.tokens.size() ? sent.tokens[i + 1].first_place : sent.places.size();
@@ -344,8 +336,7 @@ void Engine::send_chunk(const MatrixView& tokens, const DispatchHandle& handle, 
       to.target(place.rank,
                 heap_.pool(heaps.base[place.rank], dispatch_.number, rank(), place.position));
     }
-    to.make(row_bytes,
-            [&](std::byte* row) { put_token(tokens, handle, sent.tokens[i].token, row); });
+    to.make(row_bytes, [&](std::byte* row) { put_token(tokens, sent.tokens[i].token, row); });
   }
   if (!entries || !sums_per_host(peer)) return;
   std::uint32_t* const slots = link_->sums_at(peer, dispatch_.number & 1).slots;
@@ -457,7 +448,6 @@ void Engine::await_arrived(int source, std::uint64_t layout) {
 void Engine::put_rows(const DispatchOutput& output, const DispatchHandle& handle, int source) {
   const auto& arrivals = handle.arrivals[static_cast<std::size_t>(source)];
   const std::size_t bytes = problem_.token_bytes(), scale_bytes = problem_.scale_bytes();
-  const std::size_t attached_bytes = problem_.attached_bytes;
   const std::int64_t stride = (output.row_stride == 0 ? spec().hidden : output.row_stride) *
                               static_cast<std::int64_t>(size_of(spec().dispatch));
   const std::int64_t scale_stride =
@@ -473,10 +463,6 @@ void Engine::put_rows(const DispatchOutput& output, const DispatchHandle& handle
       if (scale_bytes != 0) {
         std::memcpy(output.scales + arrival.row * scale_stride, token + heap_.scale_offset(),
                     scale_bytes);
-      }
-      if (attached_bytes != 0) {
-        std::memcpy(handle.came_attached + arrival.row * attached_bytes,
-                    token + heap_.scale_offset() + scale_bytes, attached_bytes);
       }
       if (output.origins != nullptr) {
         output.origins[arrival.row] = {source,

@@ -104,7 +104,7 @@ TEST_P(HostsAndRanks, EveryModelHasTheBitsOfOneHost) {
 }
 
 // Rows of 2 KB, more at once than one put takes.
-TEST_P(HostsAndRanks, LayersShareExpertsByHost) {
+TEST_P(HostsAndRanks, LayersOfDevicesSumPerHost) {
   ASSERT_NO_FATAL_FAILURE(make_hosts(num_hosts()));
   if (IsSkipped()) return;
   const LayerSpec spec = spec_of(512, 16, 2 * size(), 4);
@@ -121,7 +121,7 @@ TEST_P(HostsAndRanks, LayersShareExpertsByHost) {
   run([&](World& world) {
     LayerOptions staged_options;
     staged_options.max_tokens = 700;
-    Staged staged = make_staged(world, spec, weights, staged_options, SharedBy::kHost, 2'000);
+    Staged staged = make_staged(world, spec, weights, staged_options, 2'000);
     for (int pass = 0; pass < 2; ++pass) {
       BatchResult result = empty_result(spec, batch, world.size(), DType::kF32);
       forward(staged, batch, shares, world.rank(), result);
@@ -242,7 +242,7 @@ INSTANTIATE_TEST_SUITE_P(
 
 // ------------------------------------------------------------------------- ranks that fail
 
-// What stops: a layer, or one whose ranks share experts by host.
+// What stops: a layer of the CPU engine, or one of devices.
 enum class Layers { kOneLevel, kTwoLevels };
 
 class HostsStops : public HostsTest,
@@ -288,7 +288,7 @@ TEST_P(HostsStops, EveryRankNamesTheOneThatStopped) {
           std::optional<Staged> staged;
           if (two_levels) {
             options.num_threads = 0;
-            staged.emplace(make_staged(world, spec, weights, options, SharedBy::kHost));
+            staged.emplace(make_staged(world, spec, weights, options));
           } else {
             layer.emplace(world, spec, weights, options);
           }
