@@ -5,6 +5,7 @@
 #include <set>
 
 #include "base/host_memory.h"
+#include "cpu/tile_gemm.h"
 #include "machine/host.h"
 #include "model/generate.h"
 #include "support/specs.h"
