@@ -10,10 +10,10 @@
 #include <utility>
 
 #include "base/convert.h"
+#include "base/mapping.h"
 #include "cpu/exchange_handle.h"
 #include "cpu/host_sum.h"
 #include "cpu/kernels.h"
-#include "cpu/lazy_buffer.h"
 #include "cpu/rank_link.h"
 #include "cpu/thread_trace.h"
 #include "exchange/call.h"
@@ -106,7 +106,7 @@ class Engine final : public ExchangeEngine {
   void put_rows(const DispatchOutput& output, const DispatchHandle& handle, int source);
   template <typename To>
   void return_rows(const CombineInput& input, const DispatchHandle& handle, int source,
-                   std::size_t begin, std::size_t end, To& to) const;
+                   std::size_t begin, std::size_t end, To& to);
   // Returns the sums of tokens whose first row stands in [begin, end) of the order by token. Where
   // this host sums, the rank with a token's last row sums those of all its ranks.
   template <typename To>
@@ -136,10 +136,10 @@ class Engine final : public ExchangeEngine {
 
   protocol::ExchangeHeap heap_;
   std::optional<RankLink> link_;
-  LazyBuffer quantised_;     // this rank's tokens as they travel, where they are quantised
+  Mapping quantised_;        // this rank's tokens as they travel, where they are quantised
   Call dispatch_, combine_;  // the last ones that were sent
   std::uint64_t calls_ = 0;  // of both kinds
-  std::atomic<std::int64_t> host_rows_{0};  // of the last combine: rows_returned because of sums
+  std::atomic<std::int64_t> rows_returned_{0};  // to other ranks, by the last combine
   std::vector<std::int32_t> ids_;
   ExchangeStats stats_;
 };
@@ -171,7 +171,8 @@ Engine::Engine(const World& world, const ExchangeProblem& problem, const Exchang
   attempt_together(world.fabric(), [&] {
     const int threads = threads_of(options_.num_threads, num_ranks());
     if (problem_.quantised()) {
-      quantised_ = LazyBuffer(static_cast<std::size_t>(spec().max_tokens) * prepared_bytes());
+      quantised_ =
+          Mapping::anonymous(static_cast<std::size_t>(spec().max_tokens) * prepared_bytes());
     }
     if (options_.trace) link_->record(threads, kMostTraceEvents);
     link_->start_threads(threads, [] {});
@@ -488,9 +489,7 @@ void Engine::combine_send(const CombineInput& input, State& state) {
   }
   link_->set_free();
   combine_ = {combine_.number + 1, ++calls_};
-  stats_.combine_bytes = 0;
-  stats_.rows_returned = 0;
-  host_rows_.store(0, std::memory_order_relaxed);
+  rows_returned_.store(0, std::memory_order_relaxed);
   send_to_all(
       problem_.result_bytes(),
       [&](int source) {
@@ -514,30 +513,18 @@ void Engine::combine_send(const CombineInput& input, State& state) {
                       protocol::numbered(combine_.number, 0));
       });
   stats_.combines = combine_.number;
-  for (int r = 0; r < num_ranks(); ++r) {
-    if (r == rank()) continue;
-    const auto& arrivals = handle.arrivals[static_cast<std::size_t>(r)];
-    std::size_t rows = arrivals.size();
-    if (sums_per_host(r) || problem_.without_results) {
-      rows = 0;  // in host_rows_, or none
-    } else if (spec().pre_sum) {
-      // One row goes back for each token, and the pool has each token once.
-      rows = 0;
-      for (const Arrival& arrival : arrivals) {
-        rows = std::max<std::size_t>(rows, arrival.position + 1);
-      }
-    }
-    stats_.rows_returned += static_cast<std::int64_t>(rows);
-    stats_.signal_bytes += sizeof(std::uint64_t);
-  }
-  stats_.rows_returned += host_rows_.load(std::memory_order_relaxed);
+  stats_.signal_bytes += static_cast<std::uint64_t>(num_ranks() - 1) * sizeof(std::uint64_t);
+  stats_.rows_returned = rows_returned_.load(std::memory_order_relaxed);
   stats_.combine_bytes = static_cast<std::uint64_t>(stats_.rows_returned) * problem_.result_bytes();
 }
 
 template <typename To>
 void Engine::return_rows(const CombineInput& input, const DispatchHandle& handle, int source,
-                         std::size_t begin, std::size_t end, To& to) const {
+                         std::size_t begin, std::size_t end, To& to) {
   const auto& arrivals = handle.arrivals[static_cast<std::size_t>(source)];
+  if (source != rank()) {
+    rows_returned_.fetch_add(static_cast<std::int64_t>(end - begin), std::memory_order_relaxed);
+  }
   for (std::size_t i = begin; i < end; ++i) {
     const Arrival& arrival = arrivals[i];
     const void* const row = input.rows.row(arrival.row);
@@ -581,7 +568,7 @@ void Engine::return_sums(const CombineInput& input, const DispatchHandle& handle
     host.emplace(link_->sums_for(source, combine_.number & 1), spec().top_k,
                  problem_.result_bytes());
   }
-  std::int64_t host_rows = 0;
+  std::int64_t returned = 0;
   for (std::size_t i = begin; i < end; ++i) {
     if (i > 0 && token_at(i) == token_at(i - 1)) continue;
     const std::uint32_t token = token_at(i);
@@ -591,17 +578,17 @@ void Engine::return_sums(const CombineInput& input, const DispatchHandle& handle
       const std::uint32_t all = handle.host_slots[static_cast<std::size_t>(source)][order[i]];
       if (slots != all) {
         host->store(token, slots, rows);
-        if (!link_->keeps_sums_for(source)) host_rows += rows.count;
+        if (!link_->keeps_sums_for(source)) returned += rows.count;
         if (!host->complete(token, slots, all, true, rows)) continue;
       }
       slots = all;
-      ++host_rows;
     }
+    if (source != rank()) ++returned;
     const auto first_k = static_cast<std::uint32_t>(std::countr_zero(slots));
     to.target(source, heap_.cell(link_->heaps().base[source], combine_.number, token, first_k));
     send_sum(to, rows, spec().combine, spec().hidden);
   }
-  host_rows_.fetch_add(host_rows, std::memory_order_relaxed);
+  rows_returned_.fetch_add(returned, std::memory_order_relaxed);
 }
 
 void Engine::combine_recv(const CombineOutput& output, State& state) {

@@ -9,9 +9,9 @@
 #include <memory>
 #include <vector>
 
+#include "base/mapping.h"
 #include "exchange/engine.h"
 #include "exchange/host_layer.h"
-#include "fabric/mapping.h"
 #include "network/rows.h"
 
 namespace switchyard {
@@ -131,7 +131,7 @@ class HostExperts {
   // [T + 2 S T, + T].
   StagedContext::Buffer rows_, identity_, positions_, factors_, quantised_, results_;
   std::unique_ptr<network::RowsRegion> region_;
-  std::vector<network::RowsKey> keys_;  // by rank
+  std::vector<network::RegionKey> keys_;  // by rank
   std::vector<Peer> peers_;             // by host, without the own one
   std::unique_ptr<ExchangeEngine> exchange_;
   std::unique_ptr<ExchangeHandle::State> handle_;

@@ -11,11 +11,11 @@
 #include <vector>
 
 #include "base/convert.h"
+#include "base/mapping.h"
 #include "exchange/host_experts.h"
 #include "exchange/staged_calls.h"
 #include "fabric/collective.h"
 #include "fabric/fabric.h"
-#include "fabric/mapping.h"
 #include "layer/agreement.h"
 #include "layer/call.h"
 #include "layer/compute.h"
