@@ -445,7 +445,7 @@ class GpuHostsStops : public OnGpu<HostsTest>, public ::testing::WithParamInterf
   // This child becomes the program that plays a rank.
   [[noreturn]] void play(int rank, int size, int host, int board) const {
     ::prctl(PR_SET_PDEATHSIG, SIGKILL);
-    hosts_->enter(host);
+    enter(*hosts_, host);
     for (const auto& [name, value] : {std::pair("RANK", std::to_string(rank)),
                                       {"WORLD_SIZE", std::to_string(size)},
                                       {"SWITCHYARD_RENDEZVOUS", rendezvous()},
