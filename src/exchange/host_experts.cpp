@@ -111,7 +111,7 @@ void HostExperts::set_up() {
   if (!share_device_memory()) share_host_memory();
   const auto num_terms = tokens * static_cast<std::int64_t>(terms());
   positions_ = context_.allocate(num_terms, sizeof(std::int32_t));
-  factors_ = context_.allocate(num_terms, sizeof(float));
+  if (context_.spec.shared_sigmoid_gate) factors_ = context_.allocate(num_terms, sizeof(float));
   identity_ = context_.allocate(chunk_, sizeof(std::int32_t));
   std::vector<std::int32_t> identity(static_cast<std::size_t>(chunk_));
   std::iota(identity.begin(), identity.end(), 0);
@@ -420,7 +420,7 @@ void HostExperts::sum(const ForwardOutput& output, const std::vector<float>& sha
   }
   context_.store(positions_.get(), terms_.data(), terms_.size() * sizeof(std::int32_t));
   SlotView factors;  // all of them 1
-  if (shared_ && !shared_factors.empty()) {
+  if (factors_ != nullptr) {
     factor_of_term_.assign(terms_.size(), 1.0f);
     for (std::size_t t = 0; t < static_cast<std::size_t>(tokens_); ++t) {
       factor_of_term_[(t + 1) * terms() - 1] = shared_factors[t];

@@ -11,9 +11,9 @@
 namespace switchyard {
 
 // Collective. `options` as for gpu::make_engine(). The device's kernels are those of MoeLayer and
-// GroupedGemm with Backend `kernels`, which a test makes kCpu. Rows go through
-// the experts `most_rows` at a time: enough that reading weights again costs little, and an amount
-// of device memory that does not grow with the world.
+// GroupedGemm with Backend `kernels`, which a test makes kCpu. Rows go through the experts
+// `most_rows` at a time: enough that reading weights again costs little, and an amount of device
+// memory that does not grow with the world.
 inline constexpr std::int64_t kMostRows = 16'384;
 std::unique_ptr<LayerEngine> make_staged_layer(const World& world, const LayerSpec& spec,
                                                const MoeWeights& weights,
