@@ -120,9 +120,9 @@ struct LayerOptions {
   // computed in), and send it as one row. That is at most one row for each token and host, so fewer
   // bytes between hosts. It changes bits: partial sums are rounded, and the token's rank adds them
   // in the order of their lowest k. Repetitions give the same bits, and so do other numbers of
-  // ranks on these hosts if each host keeps its experts and tokens. With kCuda the ranks of a host
-  // are then a layer of their own (docs/hosts.md): the sums of a token's own host are rounded, too,
-  // and so is the shared expert's output.
+  // ranks on these hosts if each host keeps its experts and tokens. Layers with kCuda do so
+  // whatever this says (docs/hosts.md). There the sums of a token's own host are rounded, too, and
+  // so is the shared expert's output.
   bool pre_sum_per_host = false;
   // Longest wait without a sign of progress from any rank, a year at most. Zero: the world's.
   std::chrono::milliseconds deadline{0};
@@ -215,8 +215,8 @@ struct ForwardStats {
   // Bytes this rank wrote into other ranks' heaps.
   std::uint64_t dispatch_bytes = 0;  // activations and row descriptors
   // Expert outputs. With LayerOptions::pre_sum_per_host: those for which another rank of this host
-  // keeps the sum, and sums that this rank sent. The number varies, because the rank with the last
-  // of a token's outputs sends its sum.
+  // keeps the sum, and sums that this rank sent. On CPUs the number varies, because the rank with
+  // the last of a token's outputs sends its sum.
   std::uint64_t combine_bytes = 0;
   std::uint64_t signal_bytes = 0;  // counts rows and flags
   // Bytes that an all-to-all would have sent from this rank, there and back, with every (rank,

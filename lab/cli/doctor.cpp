@@ -9,6 +9,7 @@
 #include <memory>
 
 #include "base/json.h"
+#include "base/mapping.h"
 #include "base/names.h"
 #include "base/plural.h"
 #include "cli/arguments.h"
@@ -19,7 +20,6 @@
 #include "cpu/kernels.h"
 #include "cpu/tile_gemm.h"
 #include "fabric/launch.h"
-#include "fabric/mapping.h"
 #include "gpu/device.h"
 #include "gpu/peer_link.h"
 #include "layer/compute.h"

@@ -16,7 +16,6 @@
 #include "cpu/expert_gemm.h"
 #include "cpu/pass_memory.h"
 #include "cpu/processor.h"
-#include "cpu/products.h"
 #include "cpu/rank_link.h"
 #include "cpu/scheduler.h"
 #include "cpu/split.h"

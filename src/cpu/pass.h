@@ -9,7 +9,6 @@
 #include <vector>
 
 #include "cpu/host_sum.h"
-#include "cpu/lazy_buffer.h"
 #include "cpu/rank_link.h"
 #include "model/mapped_weights.h"
 #include "protocol/heap.h"

@@ -5,6 +5,7 @@
 #include <set>
 
 #include "common/host_memory.h"
+#include "cpu/tile_gemm.h"
 #include "machine/host.h"
 #include "models/generate.h"
 #include "support/specs.h"

@@ -104,7 +104,7 @@ TEST_P(HostsAndRanks, EveryModelHasTheBitsOfOneHost) {
 }
 
 // Rows of 2 KB, more at once than one put takes.
-TEST_P(HostsAndRanks, LayersShareExpertsByHost) {
+TEST_P(HostsAndRanks, LayersOfDevicesSumPerHost) {
   ASSERT_NO_FATAL_FAILURE(make_hosts(num_hosts()));
   if (IsSkipped()) return;
   const LayerSpec spec = spec_of(512, 16, 2 * size(), 4);
@@ -121,7 +121,7 @@ TEST_P(HostsAndRanks, LayersShareExpertsByHost) {
   run([&](World& world) {
     LayerOptions staged_options;
     staged_options.max_tokens = 700;
-    Staged staged = make_staged(world, spec, weights, staged_options, SharedBy::kHost, 2'000);
+    Staged staged = make_staged(world, spec, weights, staged_options, 2'000);
     for (int pass = 0; pass < 2; ++pass) {
       BatchResult result = empty_result(spec, batch, world.size(), DType::kF32);
       forward(staged, batch, shares, world.rank(), result);
@@ -214,7 +214,7 @@ TEST_P(Flows, MoreThanAllWindowsHold) {
   const std::vector<int> codes = test::run_processes(
       flow.hosts,
       [&](int rank) {
-        hosts_->enter(rank);
+        enter(*hosts_, rank);
         const World world = join(rank, flow.hosts, test::kGenerous, flow.network);
         LayerOptions mine = options;
         mine.max_tokens = flow.tokens;
@@ -242,7 +242,7 @@ INSTANTIATE_TEST_SUITE_P(
 
 // ------------------------------------------------------------------------- ranks that fail
 
-// What stops: a layer, or one whose ranks share experts by host.
+// What stops: a layer of the CPU engine, or one of devices.
 enum class Layers { kOneLevel, kTwoLevels };
 
 class HostsStops : public HostsTest,
@@ -288,7 +288,7 @@ TEST_P(HostsStops, EveryRankNamesTheOneThatStopped) {
           std::optional<Staged> staged;
           if (two_levels) {
             options.num_threads = 0;
-            staged.emplace(make_staged(world, spec, weights, options, SharedBy::kHost));
+            staged.emplace(make_staged(world, spec, weights, options));
           } else {
             layer.emplace(world, spec, weights, options);
           }
@@ -353,10 +353,10 @@ TEST_P(HostsCable, OutForAWhileOrForGood) {
   std::atomic<bool>* const enough = new (&board->words[7]) std::atomic<bool>(false);
   const auto play_cable = [&] {
     EXPECT_TRUE(test::eventually([&] { return board->epochs[0] >= 3; }));
-    hosts_->set_connected(2, false);
+    set_connected(*hosts_, 2, false);
     std::this_thread::sleep_for(milliseconds(700));
     if (comes_back) {
-      hosts_->set_connected(2, true);
+      set_connected(*hosts_, 2, true);
       const std::uint64_t seen = board->epochs[0];
       EXPECT_TRUE(test::eventually([&] { return board->epochs[0] > seen + 3; }));
       *enough = true;
@@ -364,7 +364,7 @@ TEST_P(HostsCable, OutForAWhileOrForGood) {
   };
   const std::vector<int> codes = test::run_processes(4, [&](int rank) {
     if (rank == 3) return play_cable();
-    hosts_->enter(rank);
+    enter(*hosts_, rank);
     const World world = join(rank, 3);
     const LayerSpec spec = spec_of(64, 32, 6, 2);
     const MoeWeights weights = generate_weights(spec, DType::kF32, 1, {.num_threads = 1});
@@ -423,11 +423,11 @@ TEST_F(HostsTest, HostsThatCannotReachEachOtherReportOneFailure) {
     const std::vector<int> codes = test::run_processes(4, [&](int rank) {
       if (rank == 3) {
         EXPECT_TRUE(test::eventually([&] { return board->epochs[0] >= 3; }));
-        hosts_->cut_path(one, kOther);
-        hosts_->cut_path(kOther, one);
+        cut_path(*hosts_, one, kOther);
+        cut_path(*hosts_, kOther, one);
         return;
       }
-      hosts_->enter(rank);
+      enter(*hosts_, rank);
       const World world = join(rank, 3);
       const LayerSpec spec = spec_of(64, 32, 6, 2);
       const MoeWeights weights = generate_weights(spec, DType::kF32, 1, {.num_threads = 1});
@@ -462,14 +462,14 @@ TEST_F(HostsTest, StrangersAndOtherSecretsAreRefusedAndTheWorldForms) {
   if (IsSkipped()) return;
   const std::vector<int> codes = test::run_processes(6, [&](int child) {
     if (child < 3) {  // the ranks
-      hosts_->enter(child);
+      enter(*hosts_, child);
       // The last one comes when the others have been tried.
       if (child == 2) std::this_thread::sleep_for(milliseconds(1'500));
       World world = join(child, 3);
       test::check_all_gather(world, 100);
       return;
     }
-    hosts_->enter(child - 3);
+    enter(*hosts_, child - 3);
     if (child == 3) {  // the right rank with the wrong secret
       ::setenv("SWITCHYARD_SECRET", "not the secret of these ranks", 1);
       EXPECT_THAT(test::error_of(ErrorCode::kInvalidArgument, [&] { join(2, 3); }),
@@ -500,7 +500,7 @@ TEST_F(HostsTest, AMissingRankIsNamed) {
   ASSERT_NO_FATAL_FAILURE(make_hosts(2));
   if (IsSkipped()) return;
   const std::vector<int> codes = test::run_processes(2, [&](int rank) {
-    hosts_->enter(rank);
+    enter(*hosts_, rank);
     const std::string words =
         test::timeout_of(ErrorCode::kTimeout, 2, [&] { join(rank, 3, milliseconds(3'000)); });
     EXPECT_THAT(words, HasSubstr("rank 2"));
@@ -512,7 +512,7 @@ TEST_F(HostsTest, RanksOfOneHostNeedNoNetwork) {
   ASSERT_NO_FATAL_FAILURE(make_hosts(1));
   if (IsSkipped()) return;
   const std::vector<int> codes = test::run_processes(2, [&](int rank) {
-    hosts_->enter(0);
+    enter(*hosts_, 0);
     World world = join(rank, 2);
     EXPECT_STREQ(world.fabric_name(), "shared memory");
     test::check_symmetric_memory(world, 8192);
@@ -524,7 +524,7 @@ TEST_F(HostsTest, WhatNeedsOneHostIsRefusedWithARemedy) {
   ASSERT_NO_FATAL_FAILURE(make_hosts(2));
   if (IsSkipped()) return;
   const std::vector<int> codes = test::run_processes(2, [&](int rank) {
-    hosts_->enter(rank);
+    enter(*hosts_, rank);
     World world = join(rank, 2);
     EXPECT_THAT(test::error_of(ErrorCode::kUnsupported, [&] { SymmetricHeap heap(world, 4096); }),
                 HasSubstr("several hosts"));
@@ -545,7 +545,7 @@ TEST_F(HostsTest, WindowsThatDifferAreRefused) {
   ASSERT_NO_FATAL_FAILURE(make_hosts(2));
   if (IsSkipped()) return;
   const std::vector<int> codes = test::run_processes(2, [&](int rank) {
-    hosts_->enter(rank);
+    enter(*hosts_, rank);
     NetworkOptions network;
     network.window = rank == 0 ? 4 : 5;
     EXPECT_THAT(
@@ -559,7 +559,7 @@ TEST_F(HostsTest, TorchrunsVariablesJoinHosts) {
   ASSERT_NO_FATAL_FAILURE(make_hosts(2));
   if (IsSkipped()) return;
   const std::vector<int> codes = test::run_processes(4, [&](int rank) {
-    hosts_->enter(rank / 2);
+    enter(*hosts_, rank / 2);
     ::unsetenv("SWITCHYARD_RENDEZVOUS");
     ::setenv("RANK", std::to_string(rank).c_str(), 1);
     ::setenv("WORLD_SIZE", "4", 1);
@@ -580,7 +580,7 @@ TEST_F(HostsTest, AbortReachesOtherHosts) {
   ASSERT_NO_FATAL_FAILURE(make_hosts(2));
   if (IsSkipped()) return;
   const std::vector<int> codes = test::run_processes(4, [&](int rank) {
-    hosts_->enter(rank / 2);
+    enter(*hosts_, rank / 2);
     const World world = join(rank, 4);
     const LayerSpec spec = spec_of(64, 32, 8, 2);
     const MoeWeights weights = generate_weights(spec, DType::kF32, 1, {.num_threads = 1});

@@ -1,18 +1,17 @@
-#include "cpu/products.h"
+#include "machine/layer_products.h"
 
 #include <algorithm>
 
 #include "cpu/expert_gemm.h"
 #include "cpu/pass.h"
-#include "cpu/tile_gemm.h"
 #include "protocol/partition.h"
 
-namespace switchyard::cpu {
+namespace switchyard::machine {
 namespace {
 
 void add_matrix(int weight_rows, int weight_cols, int n, int rows, int copies,
                 std::vector<TileProduct>& products) {
-  const int step = rows_per_task(weight_cols);
+  const int step = cpu::rows_per_task(weight_cols);
   for (int first = 0; first < weight_rows; first += step) {
     const int m = std::min(step, weight_rows - first);
     products.insert(products.end(), static_cast<std::size_t>(copies), {m, n, weight_cols, rows});
@@ -41,7 +40,7 @@ std::vector<TileProduct> layer_products(const LayerSpec& spec,
   }
   if (spec.shared_intermediate == 0) return products;
   for (const std::int64_t tokens : tokens_per_rank) {
-    add_ffn(spec, spec.shared_intermediate, tokens, kOwnTokensShape, products);
+    add_ffn(spec, spec.shared_intermediate, tokens, cpu::kOwnTokensShape, products);
   }
   return products;
 }
@@ -52,8 +51,4 @@ double useful_flops(std::span<const TileProduct> products) {
   return total;
 }
 
-DType gemm_dtype(DType compute) {
-  return compute == DType::kBF16 && has_native_bf16() ? DType::kBF16 : DType::kF32;
-}
-
-}  // namespace switchyard::cpu
+}  // namespace switchyard::machine

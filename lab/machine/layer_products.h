@@ -1,5 +1,5 @@
-// The products that a pass is made of, and their type, for code outside the engine. Measurements of
-// this machine multiply the same tiles.
+// The products that a pass of the CPU engine is made of. Measurements of this machine multiply the
+// same tiles.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,7 @@
 #include "switchyard/layer_spec.h"
 #include "switchyard/tensor.h"
 
-namespace switchyard::cpu {
+namespace switchyard::machine {
 
 // A weight block [m, k] times n tokens. Only `rows` of the tokens are wanted; the others fill the
 // tile.
@@ -32,7 +32,4 @@ std::vector<TileProduct> layer_products(const LayerSpec& spec,
 // FLOPs of the wanted rows of all products: what a pass has to compute.
 double useful_flops(std::span<const TileProduct> products);
 
-// The element type that the tiles are multiplied in when a layer computes in `compute`.
-DType gemm_dtype(DType compute);
-
-}  // namespace switchyard::cpu
+}  // namespace switchyard::machine

@@ -1,10 +1,10 @@
-#include "cpu/products.h"
+#include "machine/layer_products.h"
 
 #include <gtest/gtest.h>
 
 #include "support/specs.h"
 
-namespace switchyard::cpu {
+namespace switchyard::machine {
 namespace {
 
 // The columns of h are not a multiple of a task's rows.
@@ -44,4 +44,4 @@ TEST(LayerProducts, PlainFfnsHaveNoGate) {
 }
 
 }  // namespace
-}  // namespace switchyard::cpu
+}  // namespace switchyard::machine
