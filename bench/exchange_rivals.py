@@ -41,6 +41,7 @@ try:
 
     import rank_processes
     import switchyard
+    from torch_chain import replay_of
 except ImportError as missing:
     print(f"exchange_rivals: {missing}; install it, or set PYTHONPATH to python/", file=sys.stderr)
     sys.exit(77)
@@ -366,19 +367,7 @@ def time_calls(call, graphs, repeats, calls, device):
         for _ in range(calls):
             call()
 
-    if device.type == "cuda" and graphs:
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            call()
-        torch.cuda.current_stream().wait_stream(side)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            run()
-        replay = graph.replay
-    else:
-        replay = run
+    replay = replay_of(run, call) if device.type == "cuda" and graphs else run
     times = []
     for i in range(2 + repeats):
         dist.barrier()

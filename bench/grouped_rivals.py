@@ -30,7 +30,7 @@ import typing
 
 from result_rows import merge
 from script_arguments import command_of
-from torch_chain import CUDA, DEVICE, Clock, machine, quantise, relative_error  # which ends with 77 without PyTorch
+from torch_chain import CUDA, DEVICE, Clock, machine, quantise, relative_error, replay_of  # which ends with 77 without PyTorch
 
 import torch
 import torch.nn.functional as F
@@ -459,19 +459,7 @@ def captured(calls, passes):
         for i in range(passes):
             calls[i % len(calls)]()
 
-    if not CUDA:
-        return run
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for call in calls:
-            call()
-    torch.cuda.current_stream().wait_stream(side)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    return graph.replay
+    return replay_of(run, lambda: [call() for call in calls]) if CUDA else run
 
 
 def timed(candidate, passes, repeats, clock):

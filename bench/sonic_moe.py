@@ -27,7 +27,7 @@ import sys
 
 from result_rows import merge, percentile
 from script_arguments import command_of, numbers
-from torch_chain import CUDA, DEVICE, Clock, machine, relative_error  # which ends with 77 without PyTorch
+from torch_chain import CUDA, DEVICE, Clock, machine, relative_error, replay_of  # which ends with 77 without PyTorch
 
 import torch
 import torch.nn.functional as F
@@ -153,17 +153,9 @@ def captured(call):
     """Replays a graph of one call; the second value is the tensor that it writes."""
     if not CUDA:
         return call, call()
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):  # compiles, tunes and allocates outside the graph
-            call()
-    torch.cuda.current_stream().wait_stream(side)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = call()
-    return graph.replay, out
+    outs = []
+    replay = replay_of(lambda: outs.append(call()), lambda: [call() for _ in range(3)])
+    return replay, outs[0]
 
 
 def error_of(layer, x, routing, out):

@@ -424,14 +424,21 @@ def captured(chain, layers, x, passes):
         for index in range(passes):
             chain(layers[index % len(layers)], x)
 
-    if not CUDA:
-        return run
+    def warm_up():  # compiles, tunes and allocates outside the graph
+        for _ in range(2):
+            chain(layers[0], x)
+
+    return replay_of(run, warm_up) if CUDA else run
+
+
+def replay_of(run, warm_up):
+    """What replays run() in a CUDA graph. `warm_up` runs before, on the stream that is captured."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        for _ in range(2):  # compiles, tunes and allocates outside the graph
-            chain(layers[0], x)
+        warm_up()
     torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         run()

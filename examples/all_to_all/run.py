@@ -10,11 +10,11 @@ the slowest rank's; the geometric mean is that of the benchmark cases' medians.
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import math
 import os
 import statistics
 import sys
-import threading
 import time
 
 import torch
@@ -56,24 +56,16 @@ def play_all(world: switchyard.World, cases: list[Case], arguments: argparse.Nam
 
 def on_threads(cases: list[Case], arguments: argparse.Namespace) -> list[list[Outcome]]:
     worlds = switchyard.World.threads(arguments.ranks)
-    outcomes: list[list[Outcome]] = [[] for _ in worlds]
-    failures: list[BaseException] = []
 
-    def rank(world: switchyard.World) -> None:
+    def rank(world: switchyard.World) -> list[Outcome]:
         try:
-            outcomes[world.rank] = play_all(world, cases, arguments)
-        except BaseException as failure:
-            failures.append(failure)
+            return play_all(world, cases, arguments)
+        except BaseException:
             world.abort()
+            raise
 
-    threads = [threading.Thread(target=rank, args=(world,)) for world in worlds]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if failures:
-        raise failures[0]
-    return outcomes
+    with concurrent.futures.ThreadPoolExecutor(len(worlds)) as pool:
+        return list(pool.map(rank, worlds))
 
 
 def report(cases: list[Case], outcomes: list[list[Outcome]]) -> bool:

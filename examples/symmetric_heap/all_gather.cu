@@ -14,8 +14,8 @@
 #include <stdexcept>
 #include <string>
 #include <switchyard/device/peer.cuh>
-#include <thread>
-#include <vector>
+
+#include "on_ranks.h"
 
 using namespace switchyard;
 
@@ -99,17 +99,6 @@ void run_rank(const World& world, int num_devices) {
   }
 }
 
-// False, with a message, if it failed.
-bool run(const World& world, int num_devices) {
-  try {
-    run_rank(world, num_devices);
-    return true;
-  } catch (const std::exception& error) {
-    std::fprintf(stderr, "rank %d: %s\n", world.rank(), error.what());
-    return false;
-  }
-}
-
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -120,29 +109,7 @@ int main(int argc, char** argv) {
     std::fprintf(stderr, "there is no GPU here\n");
     return 77;
   }
-  try {
-    const World launched = World::from_environment();
-    bool ok = true;
-    int ranks = launched.size();
-    if (ranks > 1) {
-      ok = run(launched, num_devices);
-      if (launched.rank() != 0) return ok ? 0 : 1;
-    } else {
-      ranks = argc > 1 ? std::atoi(argv[1]) : 2;
-      std::vector<World> worlds = World::threads(ranks);
-      std::vector<char> done(worlds.size());
-      std::vector<std::thread> threads;
-      for (std::size_t r = 0; r < worlds.size(); ++r) {
-        threads.emplace_back([&, r] { done[r] = run(worlds[r], num_devices); });
-      }
-      for (std::thread& thread : threads) thread.join();
-      for (const char one : done) ok = ok && one != 0;
-    }
-    std::printf("all-gather of %d ranks on %d GPUs, %d rounds: %s\n", ranks, num_devices,
-                static_cast<int>(kRounds), ok ? "ok" : "FAILED");
-    return ok ? 0 : 1;
-  } catch (const Error& error) {
-    std::fprintf(stderr, "%s: %s\n", to_string(error.code()), error.what());
-    return 1;
-  }
+  return run_on_ranks(argc, argv, 2, " on " + std::to_string(num_devices) + " GPUs",
+                      static_cast<int>(kRounds),
+                      [&](const World& world) { run_rank(world, num_devices); });
 }

@@ -7,12 +7,11 @@
 #include <switchyard/peer.h>
 #include <switchyard/symmetric_heap.h>
 
-#include <cstdio>
-#include <cstdlib>
 #include <stdexcept>
 #include <string>
-#include <thread>
 #include <vector>
+
+#include "on_ranks.h"
 
 using namespace switchyard;
 
@@ -61,43 +60,8 @@ void all_gather(const World& world) {
   heap.barrier();  // nobody writes here any more
 }
 
-// False, with a message, if it failed.
-bool run(const World& world) {
-  try {
-    all_gather(world);
-    return true;
-  } catch (const std::exception& error) {
-    std::fprintf(stderr, "rank %d: %s\n", world.rank(), error.what());
-    return false;
-  }
-}
-
 }  // namespace
 
 int main(int argc, char** argv) {
-  try {
-    const World launched = World::from_environment();
-    bool ok = true;
-    int ranks = launched.size();
-    if (ranks > 1) {
-      ok = run(launched);
-      if (launched.rank() != 0) return ok ? 0 : 1;
-    } else {
-      ranks = argc > 1 ? std::atoi(argv[1]) : 4;
-      std::vector<World> worlds = World::threads(ranks);
-      std::vector<char> done(worlds.size());
-      std::vector<std::thread> threads;
-      for (std::size_t r = 0; r < worlds.size(); ++r) {
-        threads.emplace_back([&, r] { done[r] = run(worlds[r]); });
-      }
-      for (std::thread& thread : threads) thread.join();
-      for (const char one : done) ok = ok && one != 0;
-    }
-    std::printf("all-gather of %d ranks, %d rounds: %s\n", ranks, static_cast<int>(kRounds),
-                ok ? "ok" : "FAILED");
-    return ok ? 0 : 1;
-  } catch (const Error& error) {
-    std::fprintf(stderr, "%s: %s\n", to_string(error.code()), error.what());
-    return 1;
-  }
+  return run_on_ranks(argc, argv, 4, "", static_cast<int>(kRounds), all_gather);
 }

@@ -5,17 +5,15 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
-#include <exception>
 #include <memory>
-#include <mutex>
 #include <ostream>
 
 #include "base/join.h"
-#include "base/threads.h"
 #include "bench/floor.h"
 #include "bench/load.h"
 #include "gpu/device.h"
 #include "machine/description.h"
+#include "run/ranks.h"
 #include "switchyard/error.h"
 
 namespace switchyard::bench {
@@ -62,32 +60,21 @@ struct RankOutcome {
 void on_ranks(const AllToAllOptions& options, int num_gpus, const Case& problem,
               const std::function<void(Rank&, World&)>& play) {
   std::vector<World> worlds = World::threads(options.ranks);
-  std::mutex mutex;
-  std::exception_ptr failure;
-  Threads threads(0, options.ranks, "use fewer ranks (--ranks)", [&](int r) {
-    World& world = worlds[at(r)];
-    try {
-      RankOptions of_rank;
-      of_rank.backend = options.backend;
-      of_rank.stand_in = options.stand_in;
-      of_rank.deadline = options.deadline;
-      if (options.backend == Backend::kCuda) {
-        of_rank.device = r % num_gpus;
-        of_rank.ranks_on_device = (options.ranks + num_gpus - 1) / num_gpus;
-      }
-      const std::unique_ptr<Rank> rank = make_rank(world, problem, of_rank);
-      play(*rank, world);
-      world.barrier();  // nobody reads this rank's memory any more
-    } catch (...) {
-      {
-        const std::lock_guard lock(mutex);
-        if (!failure) failure = std::current_exception();
-      }
-      world.abort();
+  run::on_every_rank(options.ranks, [&](int r) {
+    // A rank that fails leaves its world, so that the others need not wait for it.
+    World world = std::move(worlds[at(r)]);
+    RankOptions of_rank;
+    of_rank.backend = options.backend;
+    of_rank.stand_in = options.stand_in;
+    of_rank.deadline = options.deadline;
+    if (options.backend == Backend::kCuda) {
+      of_rank.device = r % num_gpus;
+      of_rank.ranks_on_device = (options.ranks + num_gpus - 1) / num_gpus;
     }
+    const std::unique_ptr<Rank> rank = make_rank(world, problem, of_rank);
+    play(*rank, world);
+    world.barrier();  // nobody reads this rank's memory any more
   });
-  threads.join();
-  if (failure) std::rethrow_exception(failure);
 }
 
 // A number of every rank, of which all ranks get the largest.
@@ -221,8 +208,7 @@ bool AllToAllSession::check(const Case& problem) {
       }
     });
   } catch (const Error& error) {
-    observer_.failed(name_of(problem),
-                     fmt::format("{}: {}", to_string(error.code()), error.what()));
+    observer_.failed_by(name_of(problem), error);
     return false;
   }
   for (std::size_t i = 0; i < faults.size(); ++i) {
@@ -248,8 +234,7 @@ std::vector<AllToAllRow> AllToAllSession::measure(const Case& problem) {
       }
     });
   } catch (const Error& error) {
-    observer_.failed(name_of(problem),
-                     fmt::format("{}: {}", to_string(error.code()), error.what()));
+    observer_.failed_by(name_of(problem), error);
     return {};
   }
   const double bytes = 2 * static_cast<double>(traffic_of(problem, options_.ranks).busiest()) *
@@ -260,7 +245,7 @@ std::vector<AllToAllRow> AllToAllSession::measure(const Case& problem) {
     const std::vector<RankOutcome>& ranks = outcomes[i];
     traces_.push_back({options_.rungs[i].name, {}});
     bool right = true;
-    AllToAllRow row;
+    auto row = row_of_run<AllToAllRow>(kAllToAllSuite, machine_, options_);
     for (const RankOutcome& rank : ranks) {
       traces_.back().of_rank.push_back(rank.records);
       row.receive_imbalance =
@@ -283,10 +268,6 @@ std::vector<AllToAllRow> AllToAllSession::measure(const Case& problem) {
                        rank.fault);
     }
     if (!right) continue;  // the time of a wrong result is no time
-    row.suite = kAllToAllSuite;
-    row.machine = machine_;
-    row.commit = options_.commit;
-    row.command = options_.command;
     row.problem = name_of(problem);
     row.experts = problem.num_experts;
     row.top_k = problem.top_k;
@@ -296,10 +277,7 @@ std::vector<AllToAllRow> AllToAllSession::measure(const Case& problem) {
     row.stand_in = options_.stand_in == StandIn::kRank ? "rank" : "random";
     row.ranks = options_.ranks;
     if (num_gpus_ > 0) row.gpus = num_gpus_;
-    row.median_us = percentile(row.times_us, 0.5);
-    row.p10_us = percentile(row.times_us, 0.1);
-    row.p90_us = percentile(row.times_us, 0.9);
-    row.repeats = static_cast<std::int64_t>(row.times_us.size());
+    set_times(row, row.times_us);
     row.nvlink_bytes = bytes;
     row.floor_us = links_floor_us(bytes, options_.ranks, num_gpus_);
     row.blocks = join(ranks.front().grids, ", ");

@@ -8,6 +8,7 @@
 
 #include "all_to_all/rank.h"
 #include "bench/observer.h"
+#include "bench/run_note.h"
 #include "results/all_to_all_row.h"
 
 namespace switchyard::bench {
@@ -15,7 +16,7 @@ namespace switchyard::bench {
 // The name of the suite, which is no plan of layers.
 inline constexpr const char* kAllToAllSuite = "all_to_all";
 
-struct AllToAllOptions {
+struct AllToAllOptions : RunNote {
   Backend backend = Backend::kCpu;  // with kCuda ranks share the GPUs that there are
   int ranks = 2;
   std::vector<all_to_all::Rung> rungs = all_to_all::ladder();

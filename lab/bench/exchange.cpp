@@ -3,28 +3,25 @@
 #include <fmt/core.h>
 
 #include <algorithm>
-#include <chrono>
-#include <cmath>
-#include <cstring>
-#include <exception>
-#include <mutex>
-#include <thread>
+#include <functional>
+#include <memory>
+#include <optional>
 
 #include "base/convert.h"
 #include "base/names.h"
 #include "base/plural.h"
-#include "base/threads.h"
 #include "bench/floor.h"
 #include "bench/load.h"
+#include "bench/memory.h"
+#include "bench/wall_clock.h"
 #include "gpu/device.h"
 #include "machine/description.h"
+#include "run/ranks.h"
 #include "switchyard/error.h"
-#include "switchyard/routing.h"
 
 namespace switchyard::bench {
 namespace {
 
-using Clock = std::chrono::steady_clock;
 using results::ExchangeRow;
 
 constexpr int kWarmUps = 2;
@@ -41,34 +38,12 @@ int repeats_of(const ExchangeBenchOptions& options, const ExchangePoint& point) 
   return static_cast<int>(std::clamp<std::int64_t>(8192 / point.tokens, 5, 50));
 }
 
-// A rank's tokens in bf16, their routing, and the sum of each token's weights.
-struct RankInput {
-  std::vector<std::uint16_t> tokens;
-  SyntheticRouting routing;
-
-  RankInput(const ExchangePoint& point, std::uint64_t seed)
-      : tokens(static_cast<std::size_t>(point.tokens) * static_cast<std::size_t>(point.hidden)),
-        routing(synthetic_routing(static_cast<int>(point.tokens), point.experts, point.top_k, 1.0,
-                                  seed)) {
-    std::uint64_t state = seed * 2 + 1;
-    for (std::uint16_t& value : tokens) {
-      state = state * 6364136223846793005u + 1442695040888963407u;
-      value = f32_to_bf16(static_cast<float>(static_cast<std::int32_t>(state >> 33) - (1 << 30)) *
-                          0x1p-30f);
-    }
-  }
-};
-
 // The times that a rank measured.
 struct RankTimes {
   std::vector<double> dispatch_us, combine_us;
   ExchangeStats stats;
   std::string problem;  // of a result that is wrong; empty if none is
 };
-
-double microseconds_since(Clock::time_point start) {
-  return std::chrono::duration<double, std::micro>(Clock::now() - start).count();
-}
 
 ExchangeSpec spec_of(const ExchangePoint& point, bool pre_sum) {
   ExchangeSpec spec;
@@ -83,257 +58,149 @@ ExchangeSpec spec_of(const ExchangePoint& point, bool pre_sum) {
   return spec;
 }
 
-// All experts return what they got, so a token's sum is the token times the sum of its weights.
-std::string problem_of(const ExchangePoint& point, const RankInput& input, int rank,
-                       const std::vector<std::uint16_t>& out) {
-  const auto hidden = static_cast<std::size_t>(point.hidden);
-  const bool quantised = point.dtype == DType::kF8E4M3;
-  const auto top_k = static_cast<std::size_t>(point.top_k);
-  // Weights multiply and sums are rounded on the way, once each.
-  constexpr double kRoundings = 3 * 0x1p-8;
-  for (std::size_t t = 0; t < static_cast<std::size_t>(point.tokens); ++t) {
-    double sum = 0;
-    for (std::size_t k = 0; k < top_k; ++k) {
-      sum += static_cast<double>(input.routing.weights[t * top_k + k]);
-    }
-    for (std::size_t c = 0; c < hidden; ++c) {
-      const double token =
-          quantised ? 1 : static_cast<double>(bf16_to_f32(input.tokens[t * hidden + c]));
-      const double expected = sum * token;
-      const double found = static_cast<double>(bf16_to_f32(out[t * hidden + c]));
-      if (std::abs(found - expected) <= kRoundings * std::abs(expected)) continue;
-      return fmt::format("rank {} got {} for token {}, column {}, instead of {}", rank, found, t, c,
-                         expected);
-    }
-  }
-  return {};
-}
-
 // One rank with its arrays. Experts return the tokens that they get: of FP8 rows bf16 rows of ones.
 class RankPlace {
  public:
   RankPlace(const World& world, const ExchangePoint& point, const ExchangeBenchOptions& options)
       : world_(world),
-        point_(point),
-        input_(point, options.seed * 64 + static_cast<std::uint64_t>(world.rank())),
-        exchange_(world, spec_of(point, options.pre_sum)),
-        handle_(exchange_.make_handle()) {
-    received_.resize(static_cast<std::size_t>(exchange_.rows_needed()) * row_bytes(point.dtype));
-    if (quantised()) {
-      scales_.resize(static_cast<std::size_t>(exchange_.rows_needed() * groups()));
-      results_.assign(static_cast<std::size_t>(exchange_.rows_needed()) * hidden(),
-                      f32_to_bf16(1.0f));
-    }
-    out_.resize(input_.tokens.size());
-    dispatch_input_.tokens = {input_.tokens.data(), kResults, point.tokens, point.hidden,
-                              point.hidden};
-    dispatch_input_.ids = input_.routing.ids;
-    dispatch_input_.weights = input_.routing.weights;
-    dispatch_output_.rows = received_.data();
-    dispatch_output_.capacity = exchange_.rows_needed();
-    dispatch_output_.scales = scales_.empty() ? nullptr : scales_.data();
-    combine_input_.rows = {quantised() ? static_cast<const void*>(results_.data())
-                                       : static_cast<const void*>(received_.data()),
-                           kResults, exchange_.rows_needed(), point.hidden, point.hidden};
-    combine_output_.data = out_.data();
-  }
-
-  RankTimes measure(int repeat) {
-    RankTimes times;
-    for (int i = 0; i < kWarmUps + repeat; ++i) {
-      const double dispatch =
-          time([&] { exchange_.dispatch(dispatch_input_, dispatch_output_, handle_); });
-      const double combine =
-          time([&] { exchange_.combine(combine_input_, combine_output_, handle_); });
-      if (i < kWarmUps) continue;
-      times.dispatch_us.push_back(dispatch);
-      times.combine_us.push_back(combine);
-    }
-    times.stats = exchange_.stats();
-    times.problem = problem_of(point_, input_, world_.rank(), out_);
-    return times;
-  }
-
- private:
-  bool quantised() const { return point_.dtype == DType::kF8E4M3; }
-  std::size_t hidden() const { return static_cast<std::size_t>(point_.hidden); }
-  std::size_t row_bytes(DType dtype) const { return hidden() * size_of(dtype); }
-  std::int64_t groups() const { return (point_.hidden + 127) / 128; }
-
-  template <typename Call>
-  double time(const Call& call) {
-    world_.barrier();
-    const Clock::time_point start = Clock::now();
-    call();
-    return microseconds_since(start);
-  }
-
-  World world_;
-  ExchangePoint point_;
-  RankInput input_;
-  Exchange exchange_;
-  ExchangeHandle handle_;
-  std::vector<std::byte> received_;
-  std::vector<float> scales_;
-  std::vector<std::uint16_t> results_, out_;
-  DispatchInput dispatch_input_;
-  DispatchOutput dispatch_output_;
-  CombineInput combine_input_;
-  CombineOutput combine_output_;
-};
-
-// The same on a GPU. A time is of one call among kCalls of its kind in a graph, one behind the
-// other: ranks are not started at the same time, but after the first call they wait for each other.
-class DeviceRankPlace {
- public:
-  DeviceRankPlace(const World& world, const ExchangePoint& point,
-                  const ExchangeBenchOptions& options)
-      : world_(world),
-        point_(point),
-        input_(point, options.seed * 64 + static_cast<std::uint64_t>(world.rank())),
-        device_(set_device(world.rank() % gpu::device_count())),
-        exchange_(world, spec_of(point, options.pre_sum), options_of(device_)),
+        input_(point.tokens, point.hidden, point.experts, point.top_k,
+               options.seed * 64 + static_cast<std::uint64_t>(world.rank())),
+        quantised_(point.dtype == DType::kF8E4M3),
+        how_(options_of(world.rank(), options.backend)),
+        exchange_(world, spec_of(point, options.pre_sum), how_),
         handle_(exchange_.make_handle()),
-        tokens_(uploaded(input_.tokens.data(), input_.tokens.size() * 2)),
-        ids_(uploaded(input_.routing.ids.data(), input_.routing.ids.size() * 4)),
-        weights_(uploaded(input_.routing.weights.data(), input_.routing.weights.size() * 4)),
-        received_(rows() * hidden() * size_of(point.dtype)),
-        scales_(quantised() ? rows() * ((hidden() + 127) / 128) * 4 : 0),
-        results_(quantised() ? rows() * hidden() * 2 : 0),
-        out_(input_.tokens.size() * 2) {
-    if (quantised()) {
-      const std::vector<std::uint16_t> ones(rows() * hidden(), f32_to_bf16(1.0f));
-      results_.upload(ones.data(), results_.bytes());
-    }
+        tokens_(how_.backend, input_.x),
+        ids_(how_.backend, input_.routing.ids),
+        weights_(how_.backend, input_.routing.weights),
+        received_(how_.backend, rows() * input_.hidden * size_of(point.dtype)),
+        scales_(how_.backend, quantised_ ? rows() * ((input_.hidden + 127) / 128) * 4 : 0),
+        ones_(how_.backend, std::vector<std::uint16_t>(quantised_ ? rows() * input_.hidden : 0,
+                                                       f32_to_bf16(1.0f))),
+        out_(how_.backend, input_.x.size() * 2) {
+    if (how_.backend == Backend::kCuda) device_.emplace();
+    void* const stream = device_ ? device_->stream.handle() : nullptr;
+    dispatch_input_.tokens = {tokens_.as<std::byte>(), kResults, point.tokens, point.hidden,
+                              point.hidden};
+    dispatch_input_.ids = SlotView(ids_.as<std::int32_t>(), input_.routing.ids.size());
+    dispatch_input_.weights = SlotView(weights_.as<float>(), input_.routing.weights.size());
+    dispatch_output_.rows = received_.as<std::byte>();
+    dispatch_output_.capacity = exchange_.rows_needed();
+    if (quantised_) dispatch_output_.scales = scales_.as<float>();
+    combine_input_.rows = {(quantised_ ? ones_ : received_).as<std::byte>(), kResults,
+                           exchange_.rows_needed(), point.hidden, point.hidden};
+    combine_output_.data = out_.as<std::byte>();
+    dispatch_input_.stream = dispatch_output_.stream = combine_input_.stream =
+        combine_output_.stream = stream;
     world_.barrier();
   }
-  ~DeviceRankPlace() {
+  ~RankPlace() {
+    if (!device_) return;
     try {
       world_.barrier();  // memory is freed when nobody waits any more
     } catch (const Error&) {
       // Another rank gave up, and told so.
     }
   }
-  DeviceRankPlace(const DeviceRankPlace&) = delete;
-  DeviceRankPlace& operator=(const DeviceRankPlace&) = delete;
+  RankPlace(const RankPlace&) = delete;
+  RankPlace& operator=(const RankPlace&) = delete;
 
   RankTimes measure(int repeat) {
-    dispatch();
-    combine();
-    stream_.synchronize();
-    exchange_.check();
-    const auto captured = [&](auto&& call) {
-      return gpu::Graph::capture(stream_, [&] {
-        for (int i = 0; i < kCalls; ++i) call();
-      });
+    const auto dispatch = [this] {
+      exchange_.dispatch(dispatch_input_, dispatch_output_, handle_);
     };
-    gpu::Graph dispatches = captured([&] { dispatch(); });
-    gpu::Graph combines = captured([&] { combine(); });
+    const auto combine = [this] { exchange_.combine(combine_input_, combine_output_, handle_); };
+    if (device_) {
+      // Graphs are made when no rank waits for another.
+      dispatch();
+      combine();
+      device_->stream.synchronize();
+      exchange_.check();
+    }
+    const std::function<double()> time_dispatch = clock_of(dispatch),
+                                  time_combine = clock_of(combine);
     RankTimes times;
     for (int i = 0; i < kWarmUps + repeat; ++i) {
-      const double dispatch_us = time(dispatches), combine_us = time(combines);
+      const double dispatch_us = time_dispatch(), combine_us = time_combine();
       if (i < kWarmUps) continue;
       times.dispatch_us.push_back(dispatch_us);
       times.combine_us.push_back(combine_us);
     }
     times.stats = exchange_.stats();
-    std::vector<std::uint16_t> out(input_.tokens.size());
-    out_.download(out.data(), out_.bytes());
-    times.problem = problem_of(point_, input_, world_.rank(), out);
+    const auto wrong = input_.wrong_sums(out_.read<std::uint16_t>(), quantised_);
+    if (!wrong.empty()) {
+      const auto& [token, column, found, expected] = wrong.front();
+      times.problem = fmt::format("rank {} got {} for token {}, column {}, instead of {}",
+                                  world_.rank(), found, token, column, expected);
+    }
     return times;
   }
 
  private:
-  static constexpr int kCalls = 10;
+  static constexpr int kCalls = 10;  // in a graph
+  struct Device {
+    gpu::Stream stream;
+    gpu::Event start, end;
+  };
 
-  static int set_device(int device) {
-    gpu::set_device(device);
-    return device;
-  }
-  static ExchangeOptions options_of(int device) {
+  static ExchangeOptions options_of(int rank, Backend backend) {
     ExchangeOptions options;
-    options.backend = Backend::kCuda;
-    options.device = device;
+    options.backend = backend;
+    if (backend == Backend::kCuda) {
+      options.device = rank % gpu::device_count();
+      gpu::set_device(options.device);
+    }
     return options;
   }
-  static gpu::DeviceBuffer uploaded(const void* data, std::size_t bytes) {
-    gpu::DeviceBuffer buffer(bytes);
-    buffer.upload(data, bytes);
-    return buffer;
-  }
-  bool quantised() const { return point_.dtype == DType::kF8E4M3; }
-  std::size_t hidden() const { return static_cast<std::size_t>(point_.hidden); }
   std::size_t rows() const { return static_cast<std::size_t>(exchange_.rows_needed()); }
 
-  void dispatch() {
-    DispatchInput input;
-    input.tokens = {tokens_.data(), kResults, point_.tokens, point_.hidden, point_.hidden};
-    input.ids = {ids_.data(), DType::kI32, input_.routing.ids.size()};
-    input.weights = {weights_.data(), DType::kF32, input_.routing.weights.size()};
-    input.stream = stream_.handle();
-    DispatchOutput output;
-    output.rows = received_.data();
-    output.capacity = exchange_.rows_needed();
-    output.scales = reinterpret_cast<float*>(scales_.data());
-    output.stream = stream_.handle();
-    exchange_.dispatch(input, output, handle_);
-  }
-  void combine() {
-    CombineInput input;
-    input.rows = {quantised() ? results_.data() : received_.data(), kResults,
-                  exchange_.rows_needed(), point_.hidden, point_.hidden};
-    input.stream = stream_.handle();
-    CombineOutput output;
-    output.data = out_.data();
-    output.stream = stream_.handle();
-    exchange_.combine(input, output, handle_);
-  }
-  double time(gpu::Graph& graph) {
-    world_.barrier();
-    start_.record(stream_);
-    graph.launch(stream_);
-    end_.record(stream_);
-    stream_.synchronize();
-    exchange_.check();
-    return gpu::Event::elapsed_us(start_, end_) / kCalls;
+  // Returns a function that makes the call and returns its microseconds. On a GPU they are of one
+  // call among kCalls of its kind in a graph, one behind the other: ranks are not started at the
+  // same time, but after the first call they wait for each other.
+  std::function<double()> clock_of(const std::function<void()>& call) {
+    if (!device_) {
+      return [this, call] {
+        world_.barrier();
+        return wall_times(1, call).front();
+      };
+    }
+    const auto graph = std::make_shared<gpu::Graph>(gpu::Graph::capture(device_->stream, [&] {
+      for (int i = 0; i < kCalls; ++i) call();
+    }));
+    return [this, graph] {
+      world_.barrier();
+      device_->start.record(device_->stream);
+      graph->launch(device_->stream);
+      device_->end.record(device_->stream);
+      device_->stream.synchronize();
+      exchange_.check();
+      return gpu::Event::elapsed_us(device_->start, device_->end) / kCalls;
+    };
   }
 
   World world_;
-  ExchangePoint point_;
-  RankInput input_;
-  int device_;
-  gpu::Stream stream_;
-  gpu::Event start_, end_;
+  RankTokens input_;
+  bool quantised_;
+  ExchangeOptions how_;
+  std::optional<Device> device_;
   Exchange exchange_;
   ExchangeHandle handle_;
-  gpu::DeviceBuffer tokens_, ids_, weights_, received_, scales_, results_, out_;
+  Memory tokens_, ids_, weights_, received_, scales_, ones_, out_;
+  DispatchInput dispatch_input_;
+  DispatchOutput dispatch_output_;
+  CombineInput combine_input_;
+  CombineOutput combine_output_;
 };
 
 // All ranks, on a thread each. Throws the first failure.
 std::vector<RankTimes> measure(const ExchangePoint& point, const ExchangeBenchOptions& options) {
-  const std::vector<World> worlds = World::threads(options.ranks);
+  std::vector<World> worlds = World::threads(options.ranks);
   std::vector<RankTimes> times(worlds.size());
-  std::mutex mutex;
-  std::exception_ptr failure;
-  Threads threads(0, options.ranks, "use fewer ranks (--ranks)", [&](int rank) {
-    const World& world = worlds[static_cast<std::size_t>(rank)];
-    try {
-      RankTimes& mine = times[static_cast<std::size_t>(rank)];
-      if (options.backend == Backend::kCuda) {
-        mine = DeviceRankPlace(world, point, options).measure(repeats_of(options, point));
-      } else {
-        mine = RankPlace(world, point, options).measure(repeats_of(options, point));
-      }
-    } catch (...) {
-      {
-        const std::lock_guard lock(mutex);
-        if (!failure) failure = std::current_exception();
-      }
-      world.abort();
-    }
+  run::on_every_rank(options.ranks, [&](int r) {
+    const auto i = static_cast<std::size_t>(r);
+    // A rank that fails leaves its world, so that the others need not wait for it.
+    const World world = std::move(worlds[i]);
+    times[i] = RankPlace(world, point, options).measure(repeats_of(options, point));
   });
-  threads.join();
-  if (failure) std::rethrow_exception(failure);
   return times;
 }
 
@@ -380,8 +247,7 @@ void ExchangeSession::run(const std::vector<ExchangePoint>& points) {
     try {
       ranks = measure(point, options_);
     } catch (const Error& error) {
-      observer_.failed(name_of(point),
-                       fmt::format("{}: {}", to_string(error.code()), error.what()));
+      observer_.failed_by(name_of(point), error);
       continue;
     }
     for (const RankTimes& rank : ranks) {
@@ -389,11 +255,7 @@ void ExchangeSession::run(const std::vector<ExchangePoint>& points) {
     }
     const auto row_of = [&](const char* stage, const std::vector<double>& times,
                             std::uint64_t bytes) {
-      ExchangeRow row;
-      row.suite = kExchangeSuite;
-      row.machine = machine_;
-      row.commit = options_.commit;
-      row.command = options_.command;
+      auto row = row_of_run<ExchangeRow>(kExchangeSuite, machine_, options_);
       row.stage = stage;
       row.dtype = short_name(point.dtype);
       row.hidden = point.hidden;
@@ -402,10 +264,7 @@ void ExchangeSession::run(const std::vector<ExchangePoint>& points) {
       row.ranks = options_.ranks;
       row.tokens_per_rank = point.tokens;
       row.pre_sum = options_.pre_sum;
-      row.median_us = percentile(times, 0.5);
-      row.p10_us = percentile(times, 0.1);
-      row.p90_us = percentile(times, 0.9);
-      row.repeats = static_cast<std::int64_t>(times.size());
+      set_times(row, times);
       row.nvlink_bytes = static_cast<double>(bytes);
       row.floor_us = links_floor_us(row.nvlink_bytes, options_.ranks,
                                     options_.backend == Backend::kCuda ? gpu::device_count() : 0);

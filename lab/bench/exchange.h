@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "bench/observer.h"
+#include "bench/run_note.h"
 #include "results/exchange_row.h"
 #include "switchyard/exchange.h"
 
@@ -23,15 +24,13 @@ struct ExchangePoint {
 inline constexpr const char* kExchangeSuite = "exchange";
 std::vector<ExchangePoint> exchange_suite();
 
-struct ExchangeBenchOptions {
+struct ExchangeBenchOptions : RunNote {
   // With kCuda ranks share the GPUs that there are, and a time is of a call among several in a
   // graph.
   Backend backend = Backend::kCpu;
   int ranks = 2;
   int repeat = 0;  // timed calls of a point; 0: by its size
   bool pre_sum = false;
-  std::uint64_t seed = 0;       // of everything random
-  std::string commit, command;  // to note in the rows
 };
 
 using ExchangeObserver = Observer<results::ExchangeRow>;

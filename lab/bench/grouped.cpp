@@ -3,19 +3,15 @@
 #include <fmt/core.h>
 
 #include <algorithm>
-#include <cmath>
 #include <functional>
 #include <memory>
 #include <utility>
 
-#include "base/convert.h"
 #include "base/names.h"
 #include "base/plural.h"
 #include "bench/gpu_timing.h"
 #include "bench/grouped_operands.h"
 #include "bench/load.h"
-#include "bench/measure.h"
-#include "bench/rotation.h"
 #include "bench/wall_clock.h"
 #include "gpu/device.h"
 #include "machine/description.h"
@@ -27,10 +23,6 @@
 namespace switchyard::bench {
 namespace {
 
-constexpr std::uint8_t kPoison = 0xff;  // NaN in every floating type
-constexpr int kWarmUps = 3;
-constexpr int kPilotRepeats = 5;
-
 GroupedGemmSpec spec_of(const GroupedOperands& operands, bool swiglu) {
   GroupedGemmSpec spec;
   spec.num_experts = operands.experts;
@@ -40,21 +32,11 @@ GroupedGemmSpec spec_of(const GroupedOperands& operands, bool swiglu) {
   return spec;
 }
 
-// One GroupedGemm with its operands in place, and the timing of its calls.
-class Place {
+// One GroupedGemm with its operands in place.
+class Place : public TimedPlace {
  public:
-  virtual ~Place() = default;
   // Sets the rows of the calls that follow.
   virtual void set_ends(const std::vector<std::int32_t>& ends) = 0;
-  virtual void poison_output() = 0;
-  virtual void run_once() = 0;
-  virtual void set_rotation(const Rotation& rotation) = 0;
-  // These time `repeat` repetitions and return the microseconds per call of each.
-  virtual std::vector<double> time(int repeat) = 0;
-  virtual std::vector<double> time_graph(int repeat) = 0;
-  virtual bool has_graphs() const = 0;
-  // The output of the last call, packed.
-  virtual std::vector<std::byte> download() = 0;
 };
 
 std::size_t output_bytes(const GroupedOperands& operands, const GroupedGemmSpec& spec,
@@ -92,13 +74,10 @@ class HostPlace : public Place {
     output.dtype = operands_.output_dtype();
     gemm_.run(input, output);
   }
-  void set_rotation(const Rotation&) override {}
   std::vector<double> time(int repeat) override {
     return wall_times(repeat, [&] { run_once(); });
   }
-  std::vector<double> time_graph(int) override { return {}; }
-  bool has_graphs() const override { return false; }
-  std::vector<std::byte> download() override { return output_; }
+  std::vector<std::byte> output() override { return output_; }
 
  private:
   const GroupedOperands& operands_;
@@ -168,7 +147,7 @@ class GpuPlace : public Place {
     return time_on_stream(stream_, rotation_, repeat, [&] { graph_->launch(stream_); });
   }
   bool has_graphs() const override { return true; }
-  std::vector<std::byte> download() override {
+  std::vector<std::byte> output() override {
     stream_.synchronize();
     std::vector<std::byte> output(output_bytes(operands_, spec_of(operands_, swiglu_), rows_));
     output_.download(output.data(), output.size());
@@ -210,24 +189,10 @@ std::unique_ptr<Place> make_place(const GroupedOperands& operands, bool swiglu, 
   return std::make_unique<HostPlace>(operands, swiglu);
 }
 
-struct Timed {
-  std::vector<double> graph_us, no_graph_us;
-  Rotation rotation;
+struct Timed : CallTimes {
   GroupedAccuracy accuracy;
   std::string problem;  // what is wrong with the results; empty if nothing was found
 };
-
-bool all_finite(const std::vector<std::byte>& output, DType dtype) {
-  if (dtype == DType::kF32) {
-    const auto* values = reinterpret_cast<const float*>(output.data());
-    return std::all_of(values, values + output.size() / sizeof(float),
-                       [](float v) { return std::isfinite(v); });
-  }
-  const auto* codes = reinterpret_cast<const std::uint16_t*>(output.data());
-  return std::all_of(codes, codes + output.size() / sizeof(std::uint16_t), [&](std::uint16_t c) {
-    return std::isfinite(dtype == DType::kBF16 ? bf16_to_f32(c) : f16_to_f32(c));
-  });
-}
 
 // Returns what is wrong with the first result, or an empty text. Nothing wrong is timed.
 std::string problem_of(const std::vector<std::byte>& output, DType dtype,
@@ -243,37 +208,14 @@ Timed time_point(Place& place, const GroupedOperands& operands, const GroupedPoi
   place.set_ends(ends);
   place.set_rotation({});
   place.poison_output();
-  for (int i = 0; i < kWarmUps; ++i) place.run_once();
-  const std::vector<std::byte> first = place.download();
+  for (int i = 0; i < kTimingWarmUps; ++i) place.run_once();
+  const std::vector<std::byte> first = place.output();
   Timed timed;
   timed.accuracy = check_rows(operands, ends, point.swiglu, first.data());
   timed.problem = problem_of(first, operands.output_dtype(), timed.accuracy);
   if (!timed.problem.empty()) return timed;
-
-  if (options.backend == Backend::kCuda && !options.cold) {
-    timed.rotation = choose_rotation(touched_bytes);
-  }
-  place.set_rotation(timed.rotation);
-  const double pilot = percentile(place.time(kPilotRepeats), 0.5);
-  const int repeat = options.repeat > 0
-                         ? options.repeat
-                         : default_repeats(options.backend, pilot * timed.rotation.passes);
-  const auto expect_same_bits = [&](const char* whose) {
-    if (timed.problem.empty() && place.download() != first) {
-      timed.problem = fmt::format("its {} output has other bits than its first", whose);
-    }
-  };
-  if (options.graph && place.has_graphs()) {
-    place.poison_output();
-    place.time_graph(kWarmUps);
-    timed.graph_us = place.time_graph(repeat);
-    expect_same_bits("graph's");
-  }
-  if (options.no_graph || timed.graph_us.empty()) {
-    place.poison_output();
-    timed.no_graph_us = place.time(repeat);
-    expect_same_bits("last");
-  }
+  static_cast<CallTimes&>(timed) = time_calls(place, options, touched_bytes, first);
+  if (!timed.problems.empty()) timed.problem = timed.problems.front();
   return timed;
 }
 
@@ -383,11 +325,7 @@ std::vector<results::GroupedRow> GroupedSession::run(const std::vector<GroupedPo
     for (std::size_t e = 0; e < ends.size(); ++e) {
       counts.push_back(ends[e] - (e == 0 ? 0 : ends[e - 1]));
     }
-    results::GroupedRow row;
-    row.suite = "grouped";
-    row.machine = machine_;
-    row.commit = options_.commit;
-    row.command = options_.command;
+    auto row = row_of_run<results::GroupedRow>("grouped", machine_, options_);
     row.implementation = "switchyard";
     row.experts = point.experts;
     row.n = point.n;
@@ -400,10 +338,7 @@ std::vector<results::GroupedRow> GroupedSession::run(const std::vector<GroupedPo
     if (point.beta) row.beta_reached = balancedness(counts);
     row.rows = ends.back();
     row.experts_hit = std::count_if(counts.begin(), counts.end(), [](auto c) { return c > 0; });
-    row.median_us = percentile(times, 0.5);
-    row.p10_us = percentile(times, 0.1);
-    row.p90_us = percentile(times, 0.9);
-    row.repeats = static_cast<std::int64_t>(times.size());
+    set_times(row, times);
     row.touched_bytes = static_cast<double>(load.touched_bytes);
     row.flops = load.flops;
     if (floor_.facts) {
@@ -455,8 +390,7 @@ std::vector<results::GroupedRow> GroupedSession::run(const std::vector<GroupedPo
       }
     } catch (const Error& error) {
       // Other matrices may still be measured.
-      observer_.failed(name_of(*first),
-                       fmt::format("{}: {}", to_string(error.code()), error.what()));
+      observer_.failed_by(name_of(*first), error);
     }
     first = last;
     observer_.keep(rows);

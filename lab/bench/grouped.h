@@ -8,6 +8,8 @@
 
 #include "bench/floor.h"
 #include "bench/observer.h"
+#include "bench/run_note.h"
+#include "bench/timed_place.h"
 #include "results/grouped_row.h"
 #include "switchyard/layer.h"
 #include "switchyard/tensor.h"
@@ -43,15 +45,8 @@ std::vector<GroupedPoint> with_balancedness(const std::vector<GroupedPoint>& poi
 // eight, so its sum may be a few rows below `experts * rows`.
 std::vector<std::int32_t> ends_of(const GroupedPoint& point, std::uint64_t seed);
 
-struct GroupedOptions {
-  Backend backend = Backend::kCpu;
+struct GroupedOptions : RunNote, TimingOptions {
   DType dtype = DType::kBF16;  // of weights and rows; FP8 rows have a scale per 128 columns
-  int repeat = 0;              // these five: as in MeasureOptions
-  bool graph = true;
-  bool no_graph = true;
-  bool cold = false;
-  std::uint64_t seed = 0;                  // of everything random
-  std::string commit, command;             // to note in the rows
   std::optional<machine::GpuFacts> facts;  // for kCuda: facts given for this run
 };
 

@@ -14,6 +14,7 @@
 #include "base/convert.h"
 #include "base/plural.h"
 #include "bench/load.h"
+#include "bench/memory.h"
 #include "fabric/fabric.h"
 #include "gpu/device.h"
 #include "machine/description.h"
@@ -46,46 +47,6 @@ struct Measured {
   std::vector<double> times_us;
   std::uint64_t wrong = 0;
   double bytes = 0;
-};
-
-// The inputs and outputs of calls, in the memory of the engine.
-class Memory {
- public:
-  Memory(Backend backend, std::size_t bytes)
-      : host_(backend == Backend::kCpu ? bytes : 0),
-        device_(backend == Backend::kCuda ? gpu::DeviceBuffer(bytes) : gpu::DeviceBuffer()) {}
-  template <typename T>
-  Memory(Backend backend, const std::vector<T>& from) : Memory(backend, from.size() * sizeof(T)) {
-    if (device_.data() != nullptr) {
-      device_.upload(from.data(), device_.bytes());
-    } else if (!host_.empty()) {
-      std::memcpy(host_.data(), from.data(), host_.size());
-    }
-  }
-  template <typename T>
-  T* as() {
-    return reinterpret_cast<T*>(device_.data() != nullptr ? device_.data() : host_.data());
-  }
-  template <typename T>
-  std::vector<T> read() const {
-    std::vector<T> values(std::max(host_.size(), device_.bytes()) / sizeof(T));
-    if (device_.data() != nullptr) {
-      device_.download(values.data(), device_.bytes());
-    } else if (!host_.empty()) {
-      std::memcpy(values.data(), host_.data(), host_.size());
-    }
-    return values;
-  }
-
- private:
-  std::vector<std::byte> host_;
-  gpu::DeviceBuffer device_;
-};
-
-// One rank's tokens and their routing.
-struct Tokens {
-  std::vector<std::uint16_t> x;  // bf16
-  SyntheticRouting routing;
 };
 
 class Session {
@@ -252,7 +213,7 @@ class Session {
     Exchange exchange(world_, spec, how);
     ExchangeHandle handle = exchange.make_handle();
     const auto hidden = static_cast<std::size_t>(spec.hidden);
-    const Tokens mine = tokens_of_rank(tokens);
+    const RankTokens mine = tokens_of_rank(tokens);
     Memory x(options_.backend, mine.x), y(options_.backend, mine.x.size() * 2),
         ids(options_.backend, mine.routing.ids), weights(options_.backend, mine.routing.weights),
         rows(options_.backend, static_cast<std::size_t>(exchange.rows_needed()) * hidden * 2);
@@ -281,7 +242,7 @@ class Session {
            [&] { exchange.combine(results, output, handle); });
     }
     exchange.check();
-    combine.wrong = wrong_sums(mine.x, y.read<std::uint16_t>(), mine.routing, hidden);
+    combine.wrong = mine.wrong_sums(y.read<std::uint16_t>()).size();
     world_.barrier();  // freeing memory waits for the device
     return {dispatch, combine};
   }
@@ -307,7 +268,7 @@ class Session {
   // hosts' sums.
   Measured measure_layer(const LayerSpec& spec, const MoeWeights& weights,
                          std::int64_t tokens) const {
-    const Tokens mine = tokens_of_rank(tokens);
+    const RankTokens mine = tokens_of_rank(tokens);
     Memory x(options_.backend, mine.x), y(options_.backend, mine.x.size() * 2),
         ids(options_.backend, mine.routing.ids),
         weights_of_ids(options_.backend, mine.routing.weights);
@@ -375,19 +336,9 @@ class Session {
     return stream;
   }
 
-  Tokens tokens_of_rank(std::int64_t tokens) const {
-    const std::uint64_t seed = options_.seed * 64 + static_cast<std::uint64_t>(rank());
-    Tokens mine;
-    mine.routing =
-        synthetic_routing(static_cast<int>(tokens), options_.experts, options_.top_k, 1.0, seed);
-    mine.x.resize(static_cast<std::size_t>(tokens) * static_cast<std::size_t>(options_.hidden));
-    std::uint64_t state = seed * 2 + 1;
-    for (std::uint16_t& value : mine.x) {
-      state = state * 6364136223846793005u + 1442695040888963407u;
-      value = f32_to_bf16(static_cast<float>(static_cast<std::int32_t>(state >> 33) - (1 << 30)) *
-                          0x1p-30f);
-    }
-    return mine;
+  RankTokens tokens_of_rank(std::int64_t tokens) const {
+    return {tokens, options_.hidden, options_.experts, options_.top_k,
+            options_.seed * 64 + static_cast<std::uint64_t>(rank())};
   }
 
   // Until the call's stream has passed it.
@@ -404,26 +355,6 @@ class Session {
     into.bytes += static_cast<double>(proxy_.traffic().bytes_sent - before) / repeat;
   }
 
-  std::uint64_t wrong_sums(const std::vector<std::uint16_t>& x, const std::vector<std::uint16_t>& y,
-                           const SyntheticRouting& routing, std::size_t hidden) const {
-    // Weights multiply and sums are rounded on the way, once each.
-    constexpr double kRoundings = 3 * 0x1p-8;
-    const auto top_k = static_cast<std::size_t>(options_.top_k);
-    std::uint64_t wrong = 0;
-    for (std::size_t t = 0; t < x.size() / hidden; ++t) {
-      double sum = 0;
-      for (std::size_t k = 0; k < top_k; ++k) {
-        sum += static_cast<double>(routing.weights[t * top_k + k]);
-      }
-      for (std::size_t i = t * hidden; i < (t + 1) * hidden; ++i) {
-        const double expected = sum * static_cast<double>(bf16_to_f32(x[i]));
-        const double found = static_cast<double>(bf16_to_f32(y[i]));
-        wrong += !(std::abs(found - expected) <= kRoundings * std::abs(expected));
-      }
-    }
-    return wrong;
-  }
-
   // Collective: the row of all ranks' measurements.
   HostsRow collect(const char* stage, const Measured& mine,
                    std::optional<std::int64_t> tokens = std::nullopt) const {
@@ -437,17 +368,15 @@ class Session {
     const auto sums =
         gather(world_.fabric(), std::array<double, 2>{mine.bytes, static_cast<double>(mine.wrong)});
     std::vector<double> bytes_of_host(static_cast<std::size_t>(hosts_.num_hosts()));
-    HostsRow row;
+    const bool cuda = options_.backend == Backend::kCuda;
+    auto row = row_of_run<HostsRow>(
+        kHostsSuite, machine::describe_machine(options_.backend, cuda ? 1 : world_.size()),
+        options_);
     for (int r = 0; r < world_.size(); ++r) {
       const auto i = static_cast<std::size_t>(r);
       bytes_of_host[static_cast<std::size_t>(hosts_.host_of(r))] += sums[i][0];
       row.wrong += sums[i][1];
     }
-    row.suite = kHostsSuite;
-    row.machine = machine::describe_machine(options_.backend,
-                                            options_.backend == Backend::kCuda ? 1 : world_.size());
-    row.commit = options_.commit;
-    row.command = options_.command;
     row.engine = to_string(options_.backend);
     row.stage = stage;
     row.link = proxy_.network_name();
@@ -459,10 +388,7 @@ class Session {
       row.top_k = options_.top_k;
       row.tokens_per_rank = tokens;
     }
-    row.median_us = percentile(slowest, 0.5);
-    row.p10_us = percentile(slowest, 0.1);
-    row.p90_us = percentile(slowest, 0.9);
-    row.repeats = static_cast<std::int64_t>(slowest.size());
+    set_times(row, slowest);
     row.link_bytes = *std::max_element(bytes_of_host.begin(), bytes_of_host.end());
     if (tokens) row.model_us = model_us(rates_, row.link_bytes);
     row.times_us = slowest;

@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "bench/run_note.h"
 #include "results/hosts_row.h"
 #include "switchyard/layer.h"
 #include "switchyard/world.h"
@@ -15,7 +16,7 @@ namespace switchyard::bench {
 
 inline constexpr const char* kHostsSuite = "hosts";
 
-struct HostsBenchOptions {
+struct HostsBenchOptions : RunNote {
   Backend backend = Backend::kCpu;
   int device = -1;                                              // kCuda only: this rank's
   int hidden = 2048, experts = 64, top_k = 8;                   // OLMoE's

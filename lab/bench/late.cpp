@@ -8,6 +8,7 @@
 #include <cstring>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <random>
 
 #include "base/mix64.h"
@@ -16,6 +17,7 @@
 #include "bench/activations.h"
 #include "bench/load.h"
 #include "bench/measure.h"
+#include "bench/memory.h"
 #include "bench/suite.h"
 #include "gpu/device.h"
 #include "machine/description.h"
@@ -69,16 +71,6 @@ struct RankPass {
   double start_us = 0, end_us = 0;
 };
 
-// One rank with its layer and its tokens. All ranks call each function at the same time.
-class LateRank {
- public:
-  virtual ~LateRank() = default;
-  virtual RankPass pass(std::chrono::microseconds late) = 0;
-  virtual std::vector<std::byte> output() = 0;
-  virtual std::vector<std::int32_t> ids() = 0;
-  virtual const ForwardStats& stats() = 0;
-};
-
 double microseconds_between(Clock::time_point start, Clock::time_point end) {
   return std::chrono::duration<double, std::micro>(end - start).count();
 }
@@ -100,6 +92,9 @@ struct Problem {
     return random_activations(dtype(), tokens, spec.hidden,
                               mix64(seed + static_cast<std::uint64_t>(rank)));
   }
+  std::size_t activation_bytes() const {
+    return static_cast<std::size_t>(tokens * spec.hidden) * size_of(dtype());
+  }
   LayerOptions options() const {
     LayerOptions o;
     o.max_tokens = static_cast<int>(tokens);
@@ -115,143 +110,100 @@ struct TaskCount {
   std::atomic<std::uint64_t> early{0}, all{0};
 };
 
-class HostRank final : public LateRank {
+// One rank with its layer and its tokens. All ranks call pass() at the same time.
+class LateRank {
  public:
-  HostRank(const World& world, const Problem& problem, TaskCount& tasks)
+  LateRank(const World& world, const Problem& problem, Backend backend, TaskCount& tasks)
       : world_(world),
         problem_(problem),
         tasks_(tasks),
-        x_(problem.activations_of(world.rank())),
-        y_(x_.size()),
-        ids_(problem.slots()),
-        layer_(world, problem.spec, problem.weights, options()) {}
-
-  RankPass pass(std::chrono::microseconds late) override {
-    const bool last = world_.rank() + 1 == world_.size();
-    ForwardInput input;
-    input.activations = {x_.data(), problem_.dtype(), problem_.tokens, problem_.spec.hidden,
-                         problem_.spec.hidden};
-    ForwardOutput output;
-    output.data = y_.data();
-    output.dtype = problem_.dtype();
-    output.topk_ids = ids_;
-    if (last) tasks_.last_started = false;
-    world_.barrier();
-    const Clock::time_point ready = Clock::now();
-    run::wait_until(ready + late);
-    if (last) tasks_.last_started = true;
-    const Clock::time_point start = Clock::now();
-    layer_.forward(input, output);
-    return {microseconds_between(ready, start), microseconds_between(ready, Clock::now())};
-  }
-  std::vector<std::byte> output() override { return y_; }
-  std::vector<std::int32_t> ids() override { return ids_; }
-  const ForwardStats& stats() override { return layer_.stats(); }
-
- private:
-  LayerOptions options() {
-    LayerOptions o = problem_.options();
-    if (world_.rank() + 1 == world_.size()) return o;
-    o.on_step = [&tasks = tasks_](const ProtocolStep& step) {
-      using Kind = ProtocolStep::Kind;
-      if (step.kind != Kind::kGemm1 && step.kind != Kind::kGemm2) return;
-      tasks.all.fetch_add(1, std::memory_order_relaxed);
-      if (!tasks.last_started.load(std::memory_order_relaxed)) {
-        tasks.early.fetch_add(1, std::memory_order_relaxed);
-      }
-    };
-    return o;
-  }
-
-  World world_;
-  const Problem& problem_;
-  TaskCount& tasks_;
-  std::vector<std::byte> x_, y_;
-  std::vector<std::int32_t> ids_;
-  MoeLayer layer_;
-};
-
-// The same on a GPU. The host is late with its launch. A rank's end is its launch plus the time
-// that its device takes, which includes no synchronisation of the host.
-class DeviceRank final : public LateRank {
- public:
-  DeviceRank(const World& world, const Problem& problem)
-      : world_(world),
-        problem_(problem),
-        place_(run::rank_device(world.rank(), world.size(), {})),
-        device_(on_device(place_.device)),
-        layer_(world, problem.spec, problem.weights, options()) {
-    const std::vector<std::byte> x = problem.activations_of(world.rank());
-    x_ = gpu::DeviceBuffer(x.size());
-    x_.upload(x.data(), x.size());
-    y_ = gpu::DeviceBuffer(x.size());
-    ids_ = gpu::DeviceBuffer(problem.slots() * sizeof(std::int32_t));
+        how_(options_for(backend)),
+        x_(backend, problem.activations_of(world.rank())),
+        y_(backend, problem.activation_bytes()),
+        ids_(backend, problem.slots() * sizeof(std::int32_t)),
+        layer_(world, problem.spec, problem.weights, how_) {
+    if (backend == Backend::kCuda) device_.emplace();
     world_.barrier();
   }
-  ~DeviceRank() override {
+  ~LateRank() {
+    if (!device_) return;
     try {
       world_.barrier();  // memory is freed when nobody waits any more
     } catch (const Error&) {
       // Another rank gave up, and told so.
     }
   }
-  DeviceRank(const DeviceRank&) = delete;
-  DeviceRank& operator=(const DeviceRank&) = delete;
+  LateRank(const LateRank&) = delete;
+  LateRank& operator=(const LateRank&) = delete;
 
-  RankPass pass(std::chrono::microseconds late) override {
+  // On a GPU the host is late with its launch. A rank's end is its launch plus the time that its
+  // device takes, which includes no synchronisation of the host.
+  RankPass pass(std::chrono::microseconds late) {
+    const bool last = world_.rank() + 1 == world_.size();
     ForwardInput input;
-    input.activations = {x_.data(), problem_.dtype(), problem_.tokens, problem_.spec.hidden,
-                         problem_.spec.hidden};
-    input.stream = stream_.handle();
+    input.activations = {x_.as<std::byte>(), problem_.dtype(), problem_.tokens,
+                         problem_.spec.hidden, problem_.spec.hidden};
     ForwardOutput output;
-    output.data = y_.data();
+    output.data = y_.as<std::byte>();
     output.dtype = problem_.dtype();
-    output.topk_ids = {reinterpret_cast<std::int32_t*>(ids_.data()), problem_.slots()};
+    output.topk_ids = {ids_.as<std::int32_t>(), problem_.slots()};
+    if (device_) input.stream = device_->stream.handle();
+    if (last) tasks_.last_started = false;
     world_.barrier();
     const Clock::time_point ready = Clock::now();
     run::wait_until(ready + late);
+    if (last) tasks_.last_started = true;
     const double start = microseconds_between(ready, Clock::now());
-    start_.record(stream_);
+    if (!device_) {
+      layer_.forward(input, output);
+      return {start, microseconds_between(ready, Clock::now())};
+    }
+    device_->start.record(device_->stream);
     layer_.forward(input, output);
-    end_.record(stream_);
+    device_->end.record(device_->stream);
     world_.barrier();  // no rank waits for its device before all have launched
-    stream_.synchronize();
+    device_->stream.synchronize();
     layer_.check();
-    return {start, start + gpu::Event::elapsed_us(start_, end_)};
+    return {start, start + gpu::Event::elapsed_us(device_->start, device_->end)};
   }
-  std::vector<std::byte> output() override {
-    std::vector<std::byte> y(y_.bytes());
-    y_.download(y.data(), y.size());
-    return y;
-  }
-  std::vector<std::int32_t> ids() override {
-    std::vector<std::int32_t> ids(problem_.slots());
-    ids_.download(ids.data(), ids_.bytes());
-    return ids;
-  }
-  const ForwardStats& stats() override { return layer_.stats(); }
+  std::vector<std::byte> output() const { return y_.read<std::byte>(); }
+  std::vector<std::int32_t> ids() const { return ids_.read<std::int32_t>(); }
 
  private:
-  static int on_device(int device) {
-    gpu::set_device(device);
-    return device;
-  }
-  LayerOptions options() const {
+  struct Device {
+    gpu::Stream stream;
+    gpu::Event start, end;
+  };
+
+  // Makes the rank's device the current one.
+  LayerOptions options_for(Backend backend) {
     LayerOptions o = problem_.options();
-    o.backend = Backend::kCuda;
-    o.device = place_.device;
-    o.reserved_sms = place_.reserved_sms;
+    if (backend == Backend::kCuda) {
+      const run::RankDevice place = run::rank_device(world_.rank(), world_.size(), {});
+      gpu::set_device(place.device);
+      o.backend = Backend::kCuda;
+      o.device = place.device;
+      o.reserved_sms = place.reserved_sms;
+    } else if (world_.rank() + 1 < world_.size()) {
+      o.on_step = [&tasks = tasks_](const ProtocolStep& step) {
+        using Kind = ProtocolStep::Kind;
+        if (step.kind != Kind::kGemm1 && step.kind != Kind::kGemm2) return;
+        tasks.all.fetch_add(1, std::memory_order_relaxed);
+        if (!tasks.last_started.load(std::memory_order_relaxed)) {
+          tasks.early.fetch_add(1, std::memory_order_relaxed);
+        }
+      };
+    }
     return o;
   }
 
   World world_;
   const Problem& problem_;
-  run::RankDevice place_;
-  int device_;  // current from here on
-  gpu::Stream stream_;
-  gpu::Event start_, end_;
+  TaskCount& tasks_;
+  LayerOptions how_;
+  std::optional<Device> device_;
+  Memory x_, y_, ids_;
   MoeLayer layer_;
-  gpu::DeviceBuffer x_, y_, ids_;
 };
 
 // The cost of one kind of lateness, for each repetition.
@@ -324,11 +276,8 @@ class Point {
     const auto r = static_cast<std::size_t>(rank);
     std::vector<std::unique_ptr<LateRank>> places;
     for (std::size_t p = 0; p < problems_.size(); ++p) {
-      if (options_.backend == Backend::kCuda) {
-        places.push_back(std::make_unique<DeviceRank>(worlds_[p][r], problems_[p]));
-      } else {
-        places.push_back(std::make_unique<HostRank>(worlds_[p][r], problems_[p], tasks_[p]));
-      }
+      places.push_back(
+          std::make_unique<LateRank>(worlds_[p][r], problems_[p], options_.backend, tasks_[p]));
     }
     const auto repeat =
         static_cast<std::uint64_t>(options_.repeat > 0 ? options_.repeat : kRepeats);
@@ -434,11 +383,7 @@ void LateSession::measure(const std::string& model, const LayerSpec& spec) {
       for (std::size_t p = 0; p < policies.size(); ++p) {
         for (std::size_t w = 0; w < ways.size(); ++w) {
           const Times& times = point.times(p, w);
-          LateRow row;
-          row.suite = kLateSuite;
-          row.machine = machine_;
-          row.commit = options_.commit;
-          row.command = options_.command;
+          auto row = row_of_run<LateRow>(kLateSuite, machine_, options_);
           row.engine = switchyard::to_string(options_.backend);
           row.policy = to_string(policies[p]);
           row.model = model;
@@ -448,10 +393,7 @@ void LateSession::measure(const std::string& model, const LayerSpec& spec) {
           row.jitter = ways[w].jitter;
           row.late_us = static_cast<double>(ways[w].late_us);
           row.prompt_us = percentile(point.times(p, 0).us, 0.5);
-          row.median_us = percentile(times.us, 0.5);
-          row.p10_us = percentile(times.us, 0.1);
-          row.p90_us = percentile(times.us, 0.9);
-          row.repeats = static_cast<std::int64_t>(times.us.size());
+          set_times(row, times.us);
           row.own_share = ways[w].jitter ? 0 : point.own_share();
           if (!cuda && !ways[w].jitter && times.tasks > 0) {
             row.early_share =
@@ -464,7 +406,7 @@ void LateSession::measure(const std::string& model, const LayerSpec& spec) {
       observer_.keep(rows);
     }
   } catch (const Error& error) {
-    observer_.failed(model, fmt::format("{}: {}", to_string(error.code()), error.what()));
+    observer_.failed_by(model, error);
   }
 }
 

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "bench/observer.h"
+#include "bench/run_note.h"
 #include "results/late_row.h"
 #include "switchyard/layer.h"
 
@@ -14,7 +15,7 @@ namespace switchyard::bench {
 
 inline constexpr const char* kLateSuite = "late";
 
-struct LateOptions {
+struct LateOptions : RunNote {
   // With kCuda ranks share the GPUs that there are.
   Backend backend = Backend::kCpu;
   int ranks = 2;
@@ -23,9 +24,7 @@ struct LateOptions {
   std::vector<std::int64_t> late_us;  // of the last rank, and at most of every rank
   DType dtype = DType::kBF16;         // of the weights; the layer computes in it
   int repeat = 0;                     // timed passes of a point; 0: 20
-  std::uint64_t seed = 0;             // of everything random
   std::optional<LayerSpec> spec;      // instead of the models', for tests
-  std::string commit, command;        // to note in the rows
 };
 
 // The models, tokens and times that the suite has where the user gives none.

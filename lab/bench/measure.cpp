@@ -3,7 +3,6 @@
 #include <fmt/core.h>
 
 #include <algorithm>
-#include <cmath>
 #include <cstring>
 #include <functional>
 #include <mutex>
@@ -29,38 +28,27 @@ using run::Source;
 
 // The place where a layer runs. It holds the layer's memory and times its passes. Batches and
 // results cover all ranks, in the order of the ranks.
-class LayerBench::Place {
+class LayerBench::Place : public TimedPlace {
  public:
   struct Stats {
     std::vector<std::int64_t> tokens_per_expert;  // over all ranks
     std::uint64_t most_sent = 0;  // bytes to other ranks, of the rank that wrote most
   };
 
-  virtual ~Place() = default;
   // Sets the batch of the passes that follow. If `ids` and `weights` are empty, the gate routes.
   virtual void set_input(const MatrixView& activations, const std::vector<std::int32_t>& ids,
                          const std::vector<float>& weights) = 0;
-  virtual void poison_output() = 0;
-  // Runs one pass that also writes its routing.
-  virtual void run_once() = 0;
-  // Sets the rotation of the passes that are timed from now on.
-  virtual void set_rotation(const Rotation& rotation) = 0;
-  // These time `repeat` repetitions and return the microseconds per pass of each.
-  virtual std::vector<double> time(int repeat) = 0;
-  virtual std::vector<double> time_graph(int repeat) = 0;
-  virtual bool has_graphs() const = 0;
-  virtual int graph_nodes() const = 0;
+  // run_once() also writes the pass's routing.
+  virtual int graph_nodes() const { return 0; }
   // Throws the error of a pass that failed.
   virtual Stats stats() = 0;
   // Returns the output of the last pass, and the routing of the last run_once().
   virtual RunResult download() = 0;
+  std::vector<std::byte> output() override { return download().output; }
 };
 
 namespace {
 
-constexpr std::uint8_t kPoison = 0xff;  // NaN in every floating type
-constexpr int kWarmUps = 3;
-constexpr int kPilotRepeats = 5;
 // The number of tokens to verify, or one per rank if there are more ranks than that. The fp64
 // reference is slow. A few tokens suffice, because a token's output does not depend on the others.
 constexpr std::int64_t kVerifiedTokens = 4;
@@ -123,13 +111,9 @@ class HostPlace : public LayerBench::Place {
     output.topk_weights = result_.topk_weights;
     layer_.forward(input_, output);
   }
-  void set_rotation(const Rotation&) override {}
   std::vector<double> time(int repeat) override {
     return wall_times(repeat, [&] { layer_.forward(input_, plain_output()); });
   }
-  std::vector<double> time_graph(int) override { return {}; }
-  bool has_graphs() const override { return false; }
-  int graph_nodes() const override { return 0; }
   Stats stats() override { return {layer_.stats().tokens_per_expert, 0}; }
   RunResult download() override { return result_; }
 
@@ -442,17 +426,6 @@ Sample sample_of(const MatrixView& x, const RunResult& all, std::size_t k, bool 
   return sample;
 }
 
-bool all_finite(const RunResult& result) {
-  if (result.output_dtype == DType::kF32) {
-    const auto* values = reinterpret_cast<const float*>(result.output.data());
-    return std::all_of(values, values + result.output.size() / sizeof(float),
-                       [](float v) { return std::isfinite(v); });
-  }
-  const auto* codes = reinterpret_cast<const std::uint16_t*>(result.output.data());
-  return std::all_of(codes, codes + result.output.size() / sizeof(std::uint16_t),
-                     [](std::uint16_t code) { return std::isfinite(bf16_to_f32(code)); });
-}
-
 void add_problem(Measured& measured, const std::string& problem) {
   measured.problem += (measured.problem.empty() ? "" : "; ") + problem;
 }
@@ -493,7 +466,7 @@ Measured LayerBench::measure(const MatrixView& activations) {
     place_->set_input(activations, gated.topk_ids, gated.topk_weights);
   }
   place_->poison_output();
-  for (int i = 0; i < kWarmUps; ++i) place_->run_once();
+  for (int i = 0; i < kTimingWarmUps; ++i) place_->run_once();
 
   Measured measured;
   const Place::Stats stats = place_->stats();
@@ -502,32 +475,15 @@ Measured LayerBench::measure(const MatrixView& activations) {
                                 activations.rows / options_.ranks, options_.ranks);
   measured.load.nvlink_bytes = stats.most_sent;
   const RunResult first = place_->download();
-  if (!all_finite(first)) add_problem(measured, "its output has values that are not finite");
+  if (!all_finite(first.output, first.output_dtype))
+    add_problem(measured, "its output has values that are not finite");
 
-  if (options_.backend == Backend::kCuda && !options_.cold) {
-    measured.rotation = choose_rotation(measured.load.touched_bytes);
-  }
-  place_->set_rotation(measured.rotation);
-  const double pilot = percentile(place_->time(kPilotRepeats), 0.5);
-  const int repeat = options_.repeat > 0
-                         ? options_.repeat
-                         : default_repeats(options_.backend, pilot * measured.rotation.passes);
-  if (options_.graph && place_->has_graphs()) {
-    place_->poison_output();
-    place_->time_graph(kWarmUps);
-    measured.graph_us = place_->time_graph(repeat);
-    measured.graph_nodes = place_->graph_nodes();
-    if (place_->download().output != first.output) {
-      add_problem(measured, "its graph's output has other bits than its first");
-    }
-  }
-  if (options_.no_graph || measured.graph_us.empty()) {
-    place_->poison_output();
-    measured.no_graph_us = place_->time(repeat);
-    if (place_->download().output != first.output) {
-      add_problem(measured, "its last output has other bits than its first");
-    }
-  }
+  CallTimes times = time_calls(*place_, options_, measured.load.touched_bytes, first.output);
+  measured.rotation = times.rotation;
+  measured.graph_us = std::move(times.graph_us);
+  measured.no_graph_us = std::move(times.no_graph_us);
+  if (!measured.graph_us.empty()) measured.graph_nodes = place_->graph_nodes();
+  for (const std::string& problem : times.problems) add_problem(measured, problem);
   place_->stats();  // throws if a timed pass failed
   if (options_.verify) {
     add_verification(
@@ -540,14 +496,5 @@ Measured LayerBench::measure(const MatrixView& activations) {
 }
 
 DType activation_dtype(DType compute) { return compute == DType::kF8E4M3 ? DType::kBF16 : compute; }
-
-int default_repeats(Backend backend, double duration_us) {
-  // Short measurements are repeated often, so that a percentile means something. Long ones are
-  // repeated only a few times.
-  const bool gpu = backend == Backend::kCuda;
-  const double budget_us = gpu ? 100e3 : 1e6;
-  return static_cast<int>(
-      std::clamp(budget_us / std::max(duration_us, 1.0), gpu ? 12.0 : 5.0, gpu ? 200.0 : 50.0));
-}
 
 }  // namespace switchyard::bench

@@ -9,23 +9,18 @@
 #include <vector>
 
 #include "bench/load.h"
-#include "bench/rotation.h"
+#include "bench/timed_place.h"
 #include "run/source.h"
 #include "switchyard/layer.h"
 
 namespace switchyard::bench {
 
-struct MeasureOptions {
-  Backend backend = Backend::kCpu;
+struct MeasureOptions : TimingOptions {
   int ranks = 1;  // kCuda: threads of this process, dealt to the GPUs in turn
   // kCuda: SMs to leave free. If empty, a rank leaves the other ranks on its GPU their share.
   std::optional<int> reserved_sms;
   bool uncooperative = false;  // kCuda
   bool traced = false;         // kCuda
-  int repeat = 0;              // timed passes; 0: chosen by their duration
-  bool graph = true;           // kCuda: replay a graph
-  bool no_graph = true;        // one call after the other
-  bool cold = false;           // kCuda: each pass by itself, behind a flush of the L2 cache
   bool given_routing = false;
   bool verify = false;
 };
@@ -77,8 +72,5 @@ class LayerBench {
 // The type of activations and outputs of a layer that computes in `compute`: an FP8 layer quantises
 // bf16 itself.
 DType activation_dtype(DType compute);
-
-// Returns how often to repeat a measurement of `duration_us` if the user gave no number.
-int default_repeats(Backend backend, double duration_us);
 
 }  // namespace switchyard::bench

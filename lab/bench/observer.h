@@ -5,6 +5,8 @@
 #include <string>
 #include <vector>
 
+#include "switchyard/error.h"
+
 namespace switchyard::bench {
 
 // A suite calls these functions one at a time.
@@ -18,6 +20,9 @@ class Observer {
   virtual void keep(const std::vector<Row>& rows) = 0;
   // Called when a point is wrong or failed; the suite goes on.
   virtual void failed(const std::string& what, const std::string& problem) = 0;
+  void failed_by(const std::string& what, const Error& error) {
+    failed(what, std::string(to_string(error.code())) + ": " + error.what());
+  }
 };
 
 }  // namespace switchyard::bench

@@ -59,7 +59,7 @@ std::vector<results::Row> Session::run() {
       measure_layer(layer);
     } catch (const Error& error) {
       // The session goes on: a failed pass makes only its own layer unusable.
-      observer_.failed(layer.model, fmt::format("{}: {}", to_string(error.code()), error.what()));
+      observer_.failed_by(layer.model, error);
     }
     observer_.keep(rows_);
   }
@@ -103,11 +103,7 @@ results::Row Session::row_of(const BenchLayer& layer, std::int64_t tokens, doubl
   const bool graph = !measured.graph_us.empty();
   const bool no_graph = !measured.no_graph_us.empty();
   const std::vector<double>& times = graph ? measured.graph_us : measured.no_graph_us;
-  results::Row row;
-  row.suite = plan.suite;
-  row.machine = machine_;
-  row.commit = options_.commit;
-  row.command = options_.command;
+  auto row = row_of_run<results::Row>(plan.suite.c_str(), machine_, options_);
   row.model = layer.model;
   row.hidden = layer.spec.hidden;
   row.intermediate = layer.spec.intermediate;
@@ -120,10 +116,7 @@ results::Row Session::row_of(const BenchLayer& layer, std::int64_t tokens, doubl
   row.tokens_per_rank = tokens;
   row.beta = beta;
   row.beta_reached = balancedness(measured.tokens_per_expert);
-  row.median_us = percentile(times, 0.5);
-  row.p10_us = percentile(times, 0.1);
-  row.p90_us = percentile(times, 0.9);
-  row.repeats = static_cast<std::int64_t>(times.size());
+  set_times(row, times);
   row.touched_bytes = static_cast<double>(measured.load.touched_bytes);
   row.flops = measured.load.flops;
   row.nvlink_bytes = static_cast<double>(measured.load.nvlink_bytes);

@@ -12,18 +12,17 @@
 #include "bench/floor.h"
 #include "bench/measure.h"
 #include "bench/observer.h"
+#include "bench/run_note.h"
 #include "bench/suite.h"
 #include "bench/torch.h"
 #include "results/row.h"
 
 namespace switchyard::bench {
 
-struct SessionOptions {
+struct SessionOptions : RunNote {
   BenchPlan plan;
   MeasureOptions measure;
-  std::uint64_t seed = 0;                  // of weights and activations
   std::optional<TorchOptions> torch;       // the rival, if one is wanted
-  std::string commit, command;             // to note in the rows
   std::optional<machine::GpuFacts> facts;  // for kCuda: facts given for this run
 };
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <filesystem>
+#include <memory>
 #include <optional>
 #include <string>
 
@@ -34,6 +35,25 @@ void add_source_options(Command& command, LayerRunOptions& options);
 void add_batch_options(Command& command, LayerRunOptions& options);
 // Adds --backend, --ranks and the other options that tell where the layer runs.
 void add_execution_options(Command& command, LayerRunOptions& options);
+
+// Adds a command that runs a layer, whose own options are those that `add` adds to the common ones.
+template <typename Options>
+void add_layer_command(CommandLine& line, const char* name, const char* about,
+                       void (*add)(Command&, Options&), const char* examples,
+                       int (*run)(Options&)) {
+  Command& command = line.add_command(name, about);
+  const auto options = std::make_shared<Options>();
+  add_source_options(command, *options);
+  add_batch_options(command, *options);
+  add_execution_options(command, *options);
+  add(command, *options);
+  command.footer(examples);
+  command.runs([&command, options, run] {
+    options->ranks_given = command.has("--ranks");
+    options->seed_given = command.has("--seed");
+    return run(*options);
+  });
+}
 
 // Returns output_file() of an option, or an empty path if `path` is empty. Commands call this
 // before a run, so that a long run does not end with an error of this kind.

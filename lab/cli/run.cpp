@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <cstdio>
 #include <filesystem>
-#include <memory>
 
 #include "base/mapped_file.h"
 #include "base/printable.h"
@@ -135,18 +134,8 @@ int run(RunOptions& options) {
 }  // namespace
 
 void add_run(CommandLine& line) {
-  Command& command = line.add_command("run", "Run one MoE layer and tell how it went");
-  const auto options = std::make_shared<RunOptions>();
-  add_source_options(command, *options);
-  add_batch_options(command, *options);
-  add_execution_options(command, *options);
-  add_run_options(command, *options);
-  command.footer(kExamples);
-  command.runs([&command, options] {
-    options->ranks_given = command.has("--ranks");
-    options->seed_given = command.has("--seed");
-    return run(*options);
-  });
+  add_layer_command(line, "run", "Run one MoE layer and tell how it went", add_run_options,
+                    kExamples, run);
 }
 
 }  // namespace switchyard::cli

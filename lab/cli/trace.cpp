@@ -4,7 +4,6 @@
 
 #include <cstdio>
 #include <filesystem>
-#include <memory>
 #include <sstream>
 
 #include "base/printable.h"
@@ -98,18 +97,8 @@ int run(TraceOptions& options) {
 }  // namespace
 
 void add_trace(CommandLine& line) {
-  Command& command = line.add_command("trace", "Run one MoE layer and write a timeline of a pass");
-  const auto options = std::make_shared<TraceOptions>();
-  add_source_options(command, *options);
-  add_batch_options(command, *options);
-  add_execution_options(command, *options);
-  add_trace_options(command, *options);
-  command.footer(kExamples);
-  command.runs([&command, options] {
-    options->ranks_given = command.has("--ranks");
-    options->seed_given = command.has("--seed");
-    return run(*options);
-  });
+  add_layer_command(line, "trace", "Run one MoE layer and write a timeline of a pass",
+                    add_trace_options, kExamples, run);
 }
 
 }  // namespace switchyard::cli

@@ -233,8 +233,7 @@ INSTANTIATE_TEST_SUITE_P(Sizes, AllToAllSteps, Values(1, 2, 4, 8),
 
 TEST(AllToAllRanks, CallsDoNotLapEachOther) {
   const Case problem{8, 2, 40, 9, 5};
-  std::vector<World> worlds = World::threads(4, with_deadline(kGenerous));
-  run_threads(worlds, [&](World& world) {
+  run_threads(World::threads(4, with_deadline(kGenerous)), [&](World& world) {
     const std::unique_ptr<Rank> rank = make_rank(world, problem, {});
     for (const char* name : {"flag_per_rank", "flattened", "flag_per_token_alone"}) {
       rank->start(find_rungs(name)[0].features, rank->default_grids());
@@ -307,13 +306,8 @@ TEST_P(AllToAllFault, ARankThatDoesNotCallIsNamed) {
         std::this_thread::sleep_for(std::chrono::milliseconds(1));
       }
     } else {
-      try {
-        rank->call();
-        ADD_FAILURE() << "the call of rank " << world.rank() << " ended";
-      } catch (const TimeoutError& error) {
-        EXPECT_EQ(error.failure().peer_rank, 2) << error.what();
-        EXPECT_STREQ(error.failure().phase, "signal");
-      }
+      test::blame_of(
+          2, [&] { rank->call(); }, "signal");
       EXPECT_LT(test::since(start), kAtOnce);
       ++failed;
     }

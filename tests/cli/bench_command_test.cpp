@@ -16,11 +16,6 @@
 namespace switchyard::cli {
 namespace {
 
-using ::testing::HasSubstr;
-using ::testing::Not;
-using ::testing::StartsWith;
-using ::testing::UnorderedElementsAre;
-
 nlohmann::json rows_of(const std::filesystem::path& path) {
   return nlohmann::json::parse(read_file(path));
 }
@@ -30,17 +25,21 @@ std::string deep_json() {
   return R"([{"x":)" + std::string(200'000, '[') + std::string(200'000, ']') + "}]";
 }
 
+// Each test has a place for rows.
+class Bench : public ::testing::Test {
+ protected:
+  const TemporaryDirectory directory_;
+  const std::string path = (directory_ / "rows.json").string();
+};
+
 // Measures on the processor, where there need be no GPU.
 const Arguments kBench = join(
     {"bench", "--backend", "cpu", "--tokens", "1,64", "--balancedness", "1,0.8", "--repeat", "3"},
     kTiny);
 
-TEST(Bench, MeasuresVerifiesAndKeepsRows) {
-  const TemporaryDirectory directory;
-  const std::string path = (directory / "rows.json").string();
+TEST_F(Bench, MeasuresVerifiesAndKeepsRows) {
   const Completed done =
-      run_switchyard(join(kBench, {"--verify", "--json", path, "--commit", "abc1234"}));
-  ASSERT_EQ(done.exit_code, 0) << done.err;
+      run_well(join(kBench, {"--verify", "--json", path, "--commit", "abc1234"}));
   EXPECT_THAT(done.out, HasSubstr("olmoe"));
   const nlohmann::json rows = rows_of(path);
   ASSERT_EQ(rows.size(), 4u);
@@ -63,13 +62,9 @@ TEST(Bench, MeasuresVerifiesAndKeepsRows) {
   EXPECT_LT(rows[3]["touched_bytes"], rows[1]["touched_bytes"]);
 }
 
-TEST(Bench, GivenRoutingIsAPointOfItsOwn) {
-  const TemporaryDirectory directory;
-  const std::string path = (directory / "rows.json").string();
-  ASSERT_EQ(run_switchyard(join(kBench, {"--json", path})).exit_code, 0);
-  const Completed done =
-      run_switchyard(join(kBench, {"--json", path, "--given-routing", "--verify"}));
-  ASSERT_EQ(done.exit_code, 0) << done.err;
+TEST_F(Bench, GivenRoutingIsAPointOfItsOwn) {
+  run_well(join(kBench, {"--json", path}));
+  run_well(join(kBench, {"--json", path, "--given-routing", "--verify"}));
   const nlohmann::json rows = rows_of(path);
   ASSERT_EQ(rows.size(), 8u);
   for (std::size_t i = 0; i < 4; ++i) {
@@ -78,12 +73,9 @@ TEST(Bench, GivenRoutingIsAPointOfItsOwn) {
   }
 }
 
-TEST(Bench, Fp8WeightsInBf16Arithmetic) {
-  const TemporaryDirectory directory;
-  const std::string path = (directory / "rows.json").string();
+TEST_F(Bench, Fp8WeightsInBf16Arithmetic) {
   const Arguments fp8 = {"--dtype", "fp8", "--compute", "bf16"};
-  const Completed done = run_switchyard(join(join(kBench, fp8), {"--verify", "--json", path}));
-  ASSERT_EQ(done.exit_code, 0) << done.err;
+  const Completed done = run_well(join(join(kBench, fp8), {"--verify", "--json", path}));
   EXPECT_THAT(done.out, HasSubstr("weights in fp8, arithmetic in bf16"));
   // Gate, up and down of an expert, each with one scale: no dimension is beyond 128.
   constexpr int kExpertBytes = 3 * (64 * 32 + 4);
@@ -95,12 +87,8 @@ TEST(Bench, Fp8WeightsInBf16Arithmetic) {
   }
 }
 
-TEST(Bench, Fp8Arithmetic) {
-  const TemporaryDirectory directory;
-  const std::string path = (directory / "rows.json").string();
-  const Completed done =
-      run_switchyard(join(kBench, {"--dtype", "fp8", "--verify", "--json", path}));
-  ASSERT_EQ(done.exit_code, 0) << done.err;
+TEST_F(Bench, Fp8Arithmetic) {
+  run_well(join(kBench, {"--dtype", "fp8", "--verify", "--json", path}));
   for (const nlohmann::json& row : rows_of(path)) {
     EXPECT_EQ(row["dtype"], "fp8");
     EXPECT_EQ(row["compute"], "fp8");
@@ -109,9 +97,7 @@ TEST(Bench, Fp8Arithmetic) {
   }
 }
 
-TEST(Bench, ARivalThatFailsLeavesTheRows) {
-  const TemporaryDirectory directory;
-  const std::string path = (directory / "rows.json").string();
+TEST_F(Bench, ARivalThatFailsLeavesTheRows) {
   const Completed done =
       run_switchyard(join(kBench, {"--json", path, "--against", "torch", "--torch-script",
                                    SWITCHYARD_COMMAND, "--python", "/bin/false"}));
@@ -129,15 +115,10 @@ TEST(Bench, ARivalThatFailsLeavesTheRows) {
 
 void expect_refused(const Arguments& arguments, const std::string& code,
                     const std::vector<std::string>& parts) {
-  SCOPED_TRACE(::testing::PrintToString(arguments));
-  const Completed done = run_switchyard(join({"bench"}, arguments));
-  EXPECT_EQ(done.exit_code, 2);
-  EXPECT_EQ(done.out, "");
-  EXPECT_THAT(done.err, StartsWith("switchyard: error (" + code + "): "));
-  for (const std::string& part : parts) EXPECT_THAT(done.err, HasSubstr(part));
+  expect_error(join({"bench"}, arguments), 2, code, parts);
 }
 
-TEST(Bench, RefusesWhatMakesNoSense) {
+TEST_F(Bench, RefusesWhatMakesNoSense) {
   const std::string invalid = "invalid_argument";
   expect_refused({}, invalid, {"--suite", "--model"});
   expect_refused({"--suite", "two_gpus"}, invalid, {"'two_gpus'", "one_gpu_bf16"});
@@ -180,13 +161,10 @@ TEST(Bench, RefusesWhatMakesNoSense) {
                  invalid, {"deepseek-v3", "shared expert"});
 }
 
-TEST(Bench, GroupedMeasuresChecksAndKeepsRows) {
-  const TemporaryDirectory directory;
-  const std::string path = (directory / "rows.json").string();
+TEST_F(Bench, GroupedMeasuresChecksAndKeepsRows) {
   const Arguments grouped = {"bench", "grouped", "--backend", "cpu", "--experts", "8", "--n", "96",
                              "--k",   "160",     "--repeat",  "3",   "--json",    path};
-  const Completed done = run_switchyard(join(grouped, {"--rows", "1,6", "--commit", "abc1234"}));
-  ASSERT_EQ(done.exit_code, 0) << done.err;
+  const Completed done = run_well(join(grouped, {"--rows", "1,6", "--commit", "abc1234"}));
   EXPECT_THAT(done.out, HasSubstr("GroupedGemm alone, weights and rows in bf16"));
   nlohmann::json rows = rows_of(path);
   ASSERT_EQ(rows.size(), 2u);
@@ -208,12 +186,9 @@ TEST(Bench, GroupedMeasuresChecksAndKeepsRows) {
 
   // Points of their own: another type, an activation, rows that a router deals.
   for (const char* dtype : {"fp8", "f32", "f16"}) {
-    const Completed other = run_switchyard(join(grouped, {"--rows", "6", "--dtype", dtype}));
-    EXPECT_EQ(other.exit_code, 0) << other.err;
+    run_well(join(grouped, {"--rows", "6", "--dtype", dtype}));
   }
-  const Completed uneven =
-      run_switchyard(join(grouped, {"--rows", "6", "--swiglu", "--balancedness", "1,0.6"}));
-  ASSERT_EQ(uneven.exit_code, 0) << uneven.err;
+  run_well(join(grouped, {"--rows", "6", "--swiglu", "--balancedness", "1,0.6"}));
   rows = rows_of(path);
   ASSERT_EQ(rows.size(), 7u);
   EXPECT_EQ(rows[2]["dtype"], "fp8");
@@ -228,7 +203,7 @@ TEST(Bench, GroupedMeasuresChecksAndKeepsRows) {
                  {"grouped GEMM"});
 }
 
-TEST(Bench, GroupedRefusesWhatMakesNoSense) {
+TEST_F(Bench, GroupedRefusesWhatMakesNoSense) {
   const std::string invalid = "invalid_argument";
   const Arguments suite = {"grouped", "--backend", "cpu"};
   for (const Arguments& option :
@@ -253,15 +228,12 @@ TEST(Bench, GroupedRefusesWhatMakesNoSense) {
   }
 }
 
-TEST(Bench, ExchangeMeasuresChecksAndKeepsRows) {
-  const TemporaryDirectory directory;
-  const std::string path = (directory / "rows.json").string();
+TEST_F(Bench, ExchangeMeasuresChecksAndKeepsRows) {
   const Arguments exchange = {"bench",    "exchange",  "--backend", "cpu",     "--hidden",
                               "200",      "--experts", "12",        "--top-k", "3",
                               "--repeat", "3",         "--json",    path};
   const Completed done =
-      run_switchyard(join(exchange, {"--tokens", "1,9", "--ranks", "3", "--commit", "abc1234"}));
-  ASSERT_EQ(done.exit_code, 0) << done.err;
+      run_well(join(exchange, {"--tokens", "1,9", "--ranks", "3", "--commit", "abc1234"}));
   EXPECT_THAT(done.out, HasSubstr("Exchange alone over 3 ranks"));
   nlohmann::json rows = rows_of(path);
   ASSERT_EQ(rows.size(), 8u);  // two stages, two sizes, two types
@@ -285,23 +257,19 @@ TEST(Bench, ExchangeMeasuresChecksAndKeepsRows) {
   EXPECT_LT(rows[6]["nvlink_bytes"], rows[2]["nvlink_bytes"]);
 
   // One rank sends nothing; the same point replaces its rows.
-  const Completed alone = run_switchyard(
-      join(exchange, {"--tokens", "9", "--ranks", "1", "--dtype", "bf16", "--pre-sum"}));
-  ASSERT_EQ(alone.exit_code, 0) << alone.err;
+  run_well(join(exchange, {"--tokens", "9", "--ranks", "1", "--dtype", "bf16", "--pre-sum"}));
   rows = rows_of(path);
   ASSERT_EQ(rows.size(), 10u);
   EXPECT_EQ(rows[9]["nvlink_bytes"], 0);
   EXPECT_EQ(rows[9]["pre_sum"], true);
-  EXPECT_EQ(run_switchyard(join(exchange, {"--tokens", "1,9", "--ranks", "3"})).exit_code, 0);
+  run_well(join(exchange, {"--tokens", "1,9", "--ranks", "3"}));
   EXPECT_EQ(rows_of(path).size(), 10u);
 
   expect_refused(join({"--backend", "cpu", "--json", path}, kTiny), "invalid_file", {"exchange"});
 }
 
 // In namespaces as hosts, where they may be made.
-TEST(Bench, HostsMeasuresChecksAndKeepsRows) {
-  const TemporaryDirectory directory;
-  const std::string path = (directory / "rows.json").string();
+TEST_F(Bench, HostsMeasuresChecksAndKeepsRows) {
   const Arguments bench = {
       "launch", "-n",        "2",        "--namespaces", "2",        "--",     SWITCHYARD_COMMAND,
       "bench",  "hosts",     "--tokens", "1,40",         "--repeat", "3",      "--hidden",
@@ -342,12 +310,12 @@ TEST(Bench, HostsMeasuresChecksAndKeepsRows) {
               rows[0]["median_us"].get<double>() / 2 + rows[6]["link_bytes"].get<double>() / rate,
               0.1);
 
-  EXPECT_EQ(run_switchyard(bench).exit_code, 0);
+  run_well(bench);
   EXPECT_EQ(rows_of(path).size(), 8u);
   expect_refused(join({"--backend", "cpu", "--json", path}, kTiny), "invalid_file", {"hosts"});
 }
 
-TEST(Bench, HostsRefusesWhatMakesNoSense) {
+TEST_F(Bench, HostsRefusesWhatMakesNoSense) {
   const std::string invalid = "invalid_argument";
   const Arguments suite = {"hosts"};
   for (const Arguments& option :
@@ -359,7 +327,7 @@ TEST(Bench, HostsRefusesWhatMakesNoSense) {
   expect_refused(suite, invalid, {"all ranks are on this one", "launch --namespaces"});
 }
 
-TEST(Bench, ExchangeRefusesWhatMakesNoSense) {
+TEST_F(Bench, ExchangeRefusesWhatMakesNoSense) {
   const std::string invalid = "invalid_argument";
   const Arguments suite = {"exchange"};
   for (const Arguments& option :
@@ -377,15 +345,12 @@ TEST(Bench, ExchangeRefusesWhatMakesNoSense) {
   expect_refused({"--model", "olmoe", "--pre-sum"}, invalid, {"--pre-sum", "bench exchange"});
 }
 
-TEST(Bench, AllToAllChecksMeasuresAndTraces) {
-  const TemporaryDirectory directory;
-  const std::string path = (directory / "rows.json").string();
-  const std::string trace = (directory / "trace.json").string();
+TEST_F(Bench, AllToAllChecksMeasuresAndTraces) {
+  const std::string trace = (directory_ / "trace.json").string();
   const Arguments suite = {"bench", "all_to_all", "--backend", "cpu",    "--quick", "--repeat",
                            "2",     "--ranks",    "4",         "--json", path};
-  const Completed done = run_switchyard(
-      join(suite, {"--rung", "host,flattened", "--trace", trace, "--commit", "abc1234"}));
-  ASSERT_EQ(done.exit_code, 0) << done.err;
+  const Completed done =
+      run_well(join(suite, {"--rung", "host,flattened", "--trace", trace, "--commit", "abc1234"}));
   EXPECT_THAT(done.out, HasSubstr("3 test cases: right on all rungs"));
   EXPECT_THAT(done.out, HasSubstr("geometric mean of 3 cases"));
   std::istringstream lines(done.out);
@@ -412,7 +377,7 @@ TEST(Bench, AllToAllChecksMeasuresAndTraces) {
   expect_refused(join({"--backend", "cpu", "--json", path}, kTiny), "invalid_file", {"all_to_all"});
 }
 
-TEST(Bench, AllToAllRefusesWhatMakesNoSense) {
+TEST_F(Bench, AllToAllRefusesWhatMakesNoSense) {
   const std::string invalid = "invalid_argument";
   const Arguments suite = {"all_to_all"};
   for (const Arguments& option :
@@ -430,7 +395,7 @@ TEST(Bench, AllToAllRefusesWhatMakesNoSense) {
   expect_refused({"--model", "olmoe", "--rung", "host"}, invalid, {"bench all_to_all"});
 }
 
-TEST(Bench, RefusesOptionsThatWouldDoNothing) {
+TEST_F(Bench, RefusesOptionsThatWouldDoNothing) {
   const std::string invalid = "invalid_argument";
   for (const Arguments& option : {Arguments{"--graph"}, Arguments{"--cold"}, Arguments{"--traced"},
                                   Arguments{"--reserved-sms", "2"}, Arguments{"--uncooperative"},
@@ -449,7 +414,7 @@ TEST(Bench, RefusesOptionsThatWouldDoNothing) {
 }
 
 // Nothing is printed before: not even the heading.
-TEST(Bench, RefusesFilesOfRowsBeforeItMeasures) {
+TEST_F(Bench, RefusesFilesOfRowsBeforeItMeasures) {
   const TemporaryDirectory directory;
   const auto refused = [&](const std::string& name, const std::string& code,
                            const std::string& part) {
@@ -483,13 +448,13 @@ TEST(Bench, RefusesFilesOfRowsBeforeItMeasures) {
                                    "directory", "fifo"));
 }
 
-TEST(Bench, RivalRefusesLayersThatItCannotCompute) {
+TEST_F(Bench, RivalRefusesLayersThatItCannotCompute) {
   expect_refused(
       {"--model", "deepseek-v3", "--against", "torch", "--torch-script", SWITCHYARD_COMMAND},
       "invalid_argument", {"deepseek-v3", "shared expert"});
 }
 
-TEST(Bench, RefusesRanksThatMakeNoSense) {
+TEST_F(Bench, RefusesRanksThatMakeNoSense) {
   const std::string invalid = "invalid_argument";
   expect_refused({"--model", "olmoe", "--ranks", "0"}, invalid, {"--ranks is '0'", "1 to 64"});
   expect_refused({"--model", "olmoe", "--ranks", "2", "--backend", "cpu"}, invalid,
@@ -516,7 +481,7 @@ TEST(Bench, RefusesRanksThatMakeNoSense) {
                  invalid, {"--ranks is 2", "--against"});
 }
 
-TEST(Bench, SuitesOverRanksNeedTwoGpus) {
+TEST_F(Bench, SuitesOverRanksNeedTwoGpus) {
   if (gpu::device_count() > 1) GTEST_SKIP() << "there are GPUs enough";
   expect_refused({"--suite", "ep_fp8"}, "unsupported",
                  {"--suite ep_fp8 needs 2 or more GPUs", "switchyard doctor",
@@ -525,7 +490,7 @@ TEST(Bench, SuitesOverRanksNeedTwoGpus) {
 
 // Whoever has no GPU must be able to try what a suite does, or be told how before anything is
 // timed.
-TEST(Bench, EverySuiteCanBeTriedWithoutAGpu) {
+TEST_F(Bench, EverySuiteCanBeTriedWithoutAGpu) {
   if (gpu::device_count() > 0) GTEST_SKIP() << "there is a GPU";
   std::vector<std::string> suites = bench::bench_suite_names();
   suites.emplace_back("grouped");
@@ -543,28 +508,22 @@ TEST(Bench, EverySuiteCanBeTriedWithoutAGpu) {
 
 // The smallest of the suites' layers. What the refusals above tell to do, other tests and people
 // do.
-TEST(Bench, QuickSuitesOnTheProcessorTakeOnePoint) {
+TEST_F(Bench, QuickSuitesOnTheProcessorTakeOnePoint) {
   const Completed done =
-      run_switchyard({"bench", "--suite", "one_gpu_thesis", "--backend", "cpu", "--quick"});
-  ASSERT_EQ(done.exit_code, 0) << done.err;
+      run_well({"bench", "--suite", "one_gpu_thesis", "--backend", "cpu", "--quick"});
   EXPECT_THAT(done.out, HasSubstr("--quick on the processor: thesis, tokens 1024, in bf16"));
-  const Completed all = run_switchyard({"bench", "--suite", "one_gpu_thesis", "--backend", "cpu",
-                                        "--quick", "--tokens", "1024,2048", "--repeat", "1"});
-  ASSERT_EQ(all.exit_code, 0) << all.err;
+  const Completed all = run_well({"bench", "--suite", "one_gpu_thesis", "--backend", "cpu",
+                                  "--quick", "--tokens", "1024,2048", "--repeat", "1"});
   EXPECT_EQ(std::count(all.out.begin(), all.out.end(), '\n'),
             std::count(done.out.begin(), done.out.end(), '\n') + 1);
 }
 
-TEST(Bench, MeasuresOverRanks) {
+TEST_F(Bench, MeasuresOverRanks) {
   if (gpu::device_count() == 0) GTEST_SKIP() << "no GPU";
-  const TemporaryDirectory directory;
-  const std::string path = (directory / "rows.json").string();
   // As many as most machines have GPUs, or twice as many on one.
-  const Completed done =
-      run_switchyard(join({"bench", "--ranks", "2", "--tokens", "1,64", "--repeat", "3", "--verify",
-                           "--json", path, "--given-routing"},
-                          kTiny));
-  ASSERT_EQ(done.exit_code, 0) << done.err;
+  run_well(join({"bench", "--ranks", "2", "--tokens", "1,64", "--repeat", "3", "--verify", "--json",
+                 path, "--given-routing"},
+                kTiny));
   const nlohmann::json rows = rows_of(path);
   ASSERT_EQ(rows.size(), 2u);
   for (const nlohmann::json& row : rows) {
@@ -581,7 +540,7 @@ TEST(Bench, MeasuresOverRanks) {
   EXPECT_GE(rows[1]["flops"], 64 * 8 * 2 * 3 * 64 * 32);
 }
 
-TEST(Bench, NeedsAGpuForSuites) {
+TEST_F(Bench, NeedsAGpuForSuites) {
   if (gpu::device_count() > 0) GTEST_SKIP() << "there is a GPU";
   expect_refused({"--suite", "one_gpu_bf16"}, "unsupported",
                  {"--suite one_gpu_bf16 needs a GPU", "--backend cpu"});
@@ -595,7 +554,7 @@ TEST(Bench, NeedsAGpuForSuites) {
 
 const char* const kSuites[] = {"layers", "grouped", "exchange", "hosts", "all_to_all", "late"};
 
-TEST(Bench, HelpFits) {
+TEST_F(Bench, HelpFits) {
   EXPECT_THAT(run_switchyard({"bench", "layers", "--help"}).out, HasSubstr("--against"));
   for (const std::string suite : kSuites) {
     const Completed all = run_switchyard({"bench", "--help"});
@@ -609,7 +568,7 @@ TEST(Bench, HelpFits) {
 }
 
 // Rows of older versions name a suite so, and people repeat their commands.
-TEST(Bench, SuitesAsOptionsAreTheirCommands) {
+TEST_F(Bench, SuitesAsOptionsAreTheirCommands) {
   for (const std::string suite : kSuites) {
     const Completed expected = run_switchyard({"bench", suite, "--no-such-option"});
     EXPECT_THAT(expected.err, HasSubstr("bench " + suite + " has no option"));

@@ -14,14 +14,11 @@
 namespace switchyard::cli {
 namespace {
 
-using ::testing::HasSubstr;
-
 TEST(MakeCheckpoint, WritesShardsAndTellsSo) {
   const TemporaryDirectory directory;
   const std::string path = (directory / "model").string();
-  const Completed done = run_switchyard(join(
+  const Completed done = run_well(join(
       {"make-checkpoint", "--layers", "2", "--max-shard-size", "100kB", "--out", path}, kTiny));
-  ASSERT_EQ(done.exit_code, 0) << done.err;
   EXPECT_THAT(done.out, HasSubstr(path));
   EXPECT_THAT(done.out, HasSubstr("2 MoE layers of olmoe in bf16"));
   EXPECT_THAT(done.out, HasSubstr("16 experts"));
@@ -65,29 +62,24 @@ TEST(MakeCheckpoint, InterruptedItLeavesNothing) {
 TEST(MakeCheckpoint, RunsLikeTheGeneratedModel) {
   const TemporaryDirectory directory;
   const std::string path = (directory / "model").string();
-  ASSERT_EQ(run_switchyard(
-                join({"make-checkpoint", "--layers", "2", "--seed", "5", "--quiet", "--out", path},
-                     kTiny))
-                .exit_code,
-            0);
+  run_well(
+      join({"make-checkpoint", "--layers", "2", "--seed", "5", "--quiet", "--out", path}, kTiny));
   const Arguments common = {"run",    "--layer", "1",       "--tokens", "64",
                             "--seed", "5",       "--quiet", "--output"};
   const std::string loaded = (directory / "loaded").string();
   const std::string generated = (directory / "generated").string();
-  ASSERT_EQ(run_switchyard(join(join(common, {loaded}), {"--checkpoint", path})).exit_code, 0);
-  ASSERT_EQ(run_switchyard(join(join(common, {generated}), kTiny)).exit_code, 0);
+  run_well(join(join(common, {loaded}), {"--checkpoint", path}));
+  run_well(join(join(common, {generated}), kTiny));
   EXPECT_EQ(read_file(loaded), read_file(generated));
 }
 
 TEST(MakeCheckpoint, RanksOfACheckpointAgree) {
   const TemporaryDirectory directory;
   const std::string path = (directory / "model").string();
-  ASSERT_EQ(run_switchyard(join({"make-checkpoint", "--out", path}, kTiny)).exit_code, 0);
+  run_well(join({"make-checkpoint", "--out", path}, kTiny));
   for (const char* ranks : {"1", "4"}) {
-    const Completed done = run_switchyard({"run", "--checkpoint", path, "--tokens", "37", "--ranks",
-                                           ranks, "--threads", "1", "--verify", "--quiet",
-                                           "--output", (directory / ranks).string()});
-    ASSERT_EQ(done.exit_code, 0) << done.err;
+    run_well({"run", "--checkpoint", path, "--tokens", "37", "--ranks", ranks, "--threads", "1",
+              "--verify", "--quiet", "--output", (directory / ranks).string()});
   }
   EXPECT_EQ(read_file(directory / "1"), read_file(directory / "4"));
 }
@@ -95,10 +87,8 @@ TEST(MakeCheckpoint, RanksOfACheckpointAgree) {
 TEST(MakeCheckpoint, LeavesFullDirectoriesAlone) {
   const TemporaryDirectory directory;
   test::write_file(directory / "precious", "x");
-  const Completed done =
-      run_switchyard(join({"make-checkpoint", "--out", directory.path().string()}, kTiny));
-  EXPECT_EQ(done.exit_code, 2);
-  EXPECT_THAT(done.err, HasSubstr("error (invalid_argument)"));
+  expect_told(join({"make-checkpoint", "--out", directory.path().string()}, kTiny), 2,
+              "error (invalid_argument)");
   EXPECT_EQ(read_file(directory / "precious"), "x");
 }
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <fcntl.h>
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -23,6 +24,10 @@ namespace switchyard::cli {
 
 using test::read_file;
 using test::TemporaryDirectory;
+using ::testing::HasSubstr;
+using ::testing::Not;
+using ::testing::StartsWith;
+using ::testing::UnorderedElementsAre;
 using Arguments = std::vector<std::string>;
 
 struct Completed {
@@ -102,6 +107,35 @@ inline Completed run_switchyard(const Arguments& arguments,
   const std::string err = (directory / "err").string();
   const int exit_code = run_switchyard_into(out.c_str(), err.c_str(), arguments, environment);
   return {exit_code, read_file(out), read_file(err)};
+}
+
+// Runs it, and expects that it succeeds.
+inline Completed run_well(const Arguments& arguments,
+                          const std::vector<std::string>& environment = {}) {
+  Completed done = run_switchyard(arguments, environment);
+  EXPECT_EQ(done.exit_code, 0) << ::testing::PrintToString(arguments) << ": " << done.err;
+  return done;
+}
+
+// Runs it, and expects that it ends with this exit code and says `part` on stderr.
+inline void expect_told(const Arguments& arguments, int exit_code, const std::string& part) {
+  const Completed done = run_switchyard(arguments);
+  EXPECT_EQ(done.exit_code, exit_code);
+  EXPECT_NE(done.err.find(part), std::string::npos) << done.err;
+}
+
+// Runs it, and expects an error of this code that says all of `parts` in place of any output.
+inline void expect_error(const Arguments& arguments, int exit_code, const std::string& code,
+                         const std::vector<std::string>& parts,
+                         const std::vector<std::string>& environment = {}) {
+  SCOPED_TRACE(::testing::PrintToString(arguments));
+  const Completed done = run_switchyard(arguments, environment);
+  EXPECT_EQ(done.exit_code, exit_code);
+  EXPECT_EQ(done.out, "");
+  EXPECT_TRUE(done.err.starts_with("switchyard: error (" + code + "): ")) << done.err;
+  for (const std::string& part : parts) {
+    EXPECT_NE(done.err.find(part), std::string::npos) << part << "\n" << done.err;
+  }
 }
 
 inline std::vector<std::string> names_in(const std::filesystem::path& directory) {

@@ -8,8 +8,6 @@
 namespace switchyard::cli {
 namespace {
 
-using ::testing::HasSubstr;
-
 TEST(Doctor, JsonPassesHere) {
   const Completed done = run_switchyard({"doctor", "--json"});
   EXPECT_EQ(done.exit_code, 0) << done.out << done.err;

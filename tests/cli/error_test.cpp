@@ -16,20 +16,6 @@
 namespace switchyard::cli {
 namespace {
 
-using ::testing::HasSubstr;
-using ::testing::StartsWith;
-
-void expect_error(const Arguments& arguments, int exit_code, const std::string& code,
-                  const std::vector<std::string>& parts,
-                  const std::vector<std::string>& environment = {}) {
-  const Completed done = run_switchyard(arguments, environment);
-  SCOPED_TRACE(::testing::PrintToString(arguments));
-  EXPECT_EQ(done.exit_code, exit_code);
-  EXPECT_EQ(done.out, "");
-  EXPECT_THAT(done.err, StartsWith("switchyard: error (" + code + "): "));
-  for (const std::string& part : parts) EXPECT_THAT(done.err, HasSubstr(part));
-}
-
 TEST(Errors, Usage) {
   expect_error({}, 2, "invalid_argument", {"no command is given", "--help"});
   expect_error({"frobnicate"}, 2, "invalid_argument", {"'frobnicate'", "make-checkpoint"});
@@ -82,10 +68,8 @@ TEST(Errors, OptionsThatWouldChangeNothing) {
   const TemporaryDirectory directory;
   const std::string checkpoint = (directory / "m").string();
   const std::string input = (directory / "x.safetensors").string();
-  ASSERT_EQ(run_switchyard({"make-checkpoint", "--model", "olmoe", "--out", checkpoint, "--experts",
-                            "8", "--hidden", "64", "--intermediate", "32", "--quiet"})
-                .exit_code,
-            0);
+  run_well({"make-checkpoint", "--model", "olmoe", "--out", checkpoint, "--experts", "8",
+            "--hidden", "64", "--intermediate", "32", "--quiet"});
   const std::vector<float> x(64, 1.0f);
   write_matrices(input, {{"activations", {x.data(), DType::kF32, 1, 64, 64}}});
   struct Case {
@@ -429,9 +413,8 @@ TEST(Errors, TokensThatHaveNoRoomAreRefusedAtOnce) {
 
 // The examples say `switchyard`, and it need not be installed.
 TEST(Launch, FindsItselfByName) {
-  const Completed done = run_switchyard(
-      {"launch", "-n", "2", "--label", "--", "switchyard", "--version"}, {"PATH=/usr/bin:/bin"});
-  EXPECT_EQ(done.exit_code, 0) << done.err;
+  const Completed done = run_well({"launch", "-n", "2", "--label", "--", "switchyard", "--version"},
+                                  {"PATH=/usr/bin:/bin"});
   EXPECT_THAT(done.out, HasSubstr("switchyard"));
 }
 
@@ -456,15 +439,12 @@ TEST(Launch, PassesExitCodesAndArguments) {
 }
 
 TEST(Launch, FailedRunsKeepTheirExitCode) {
-  const Completed done =
-      run_switchyard({"launch", "-n", "2", "--", SWITCHYARD_COMMAND, "run", "--model", "nonesuch"});
-  EXPECT_EQ(done.exit_code, 2);
-  EXPECT_THAT(done.err, HasSubstr("unknown model 'nonesuch'"));
+  expect_told({"launch", "-n", "2", "--", SWITCHYARD_COMMAND, "run", "--model", "nonesuch"}, 2,
+              "unknown model 'nonesuch'");
 }
 
 TEST(Help, AndVersion) {
-  const Completed version = run_switchyard({"--version"});
-  EXPECT_EQ(version.exit_code, 0);
+  const Completed version = run_well({"--version"});
   EXPECT_THAT(version.out, ::testing::MatchesRegex("switchyard [0-9]+\\.[0-9]+\\.[0-9]+\n"));
   for (const Arguments& command : {Arguments{},
                                    {"run"},
@@ -474,8 +454,7 @@ TEST(Help, AndVersion) {
                                    {"report"},
                                    {"tune"},
                                    {"launch"}}) {
-    const Completed help = run_switchyard(join(command, {"--help"}));
-    EXPECT_EQ(help.exit_code, 0);
+    const Completed help = run_well(join(command, {"--help"}));
     EXPECT_THAT(help.out, HasSubstr("Usage: switchyard"));
     std::istringstream lines(help.out);
     for (std::string line; std::getline(lines, line);) EXPECT_LE(line.size(), 100u) << line;

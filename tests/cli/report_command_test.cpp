@@ -8,11 +8,6 @@
 namespace switchyard::cli {
 namespace {
 
-using ::testing::HasSubstr;
-using ::testing::Not;
-using ::testing::StartsWith;
-using ::testing::UnorderedElementsAre;
-
 // Files that a test makes, and what is left of them.
 class ReportCommand : public ::testing::Test {
  protected:
@@ -23,21 +18,15 @@ class ReportCommand : public ::testing::Test {
   }
   std::string measured_rows() const {
     const std::string rows = path("rows.json");
-    const Completed done = run_switchyard(join(
+    const Completed done = run_well(join(
         {"bench", "--backend", "cpu", "--tokens", "1,4", "--repeat", "2", "--json", rows}, kTiny));
-    EXPECT_EQ(done.exit_code, 0) << done.err;
     return rows;
   }
   // The command fails with `code` and says all of `parts`; no page appears.
   void expect_refused(const Arguments& arguments, const std::string& code,
                       const std::vector<std::string>& parts) const {
     const std::string page = path("page.html");
-    const Completed done = run_switchyard(join(join({"report"}, arguments), {"-o", page}));
-    SCOPED_TRACE(::testing::PrintToString(arguments));
-    EXPECT_EQ(done.exit_code, 2);
-    EXPECT_EQ(done.out, "");
-    EXPECT_THAT(done.err, StartsWith("switchyard: error (" + code + "): "));
-    for (const std::string& part : parts) EXPECT_THAT(done.err, HasSubstr(part));
+    expect_error(join(join({"report"}, arguments), {"-o", page}), 2, code, parts);
     for (const std::string& name : names_in(path(""))) EXPECT_THAT(name, Not(HasSubstr("page")));
   }
 
@@ -50,27 +39,20 @@ constexpr const char* kTrace =
 
 TEST_F(ReportCommand, DrawsTheAllToAllProblemBesideLayers) {
   const std::string rows = path("all_to_all.json"), page = path("made.html");
-  const Completed measured =
-      run_switchyard({"bench", "all_to_all", "--backend", "cpu", "--quick", "--repeat", "1",
-                      "--rung", "flag_per_rank,fused", "--json", rows});
-  ASSERT_EQ(measured.exit_code, 0) << measured.err;
-  const Completed done = run_switchyard({"report", rows, "-o", page});
-  EXPECT_EQ(done.exit_code, 0) << done.err;
+  run_well({"bench", "all_to_all", "--backend", "cpu", "--quick", "--repeat", "1", "--rung",
+            "flag_per_rank,fused", "--json", rows});
+  const Completed done = run_well({"report", rows, "-o", page});
   EXPECT_THAT(done.out, HasSubstr("6 points of the all-to-all problem"));
   EXPECT_THAT(read_file(page), HasSubstr("\"ladders\":[{\"file\":\"all_to_all.json\""));
 }
 
 TEST_F(ReportCommand, MakesAPageOfAProfile) {
-  const Completed tuned = run_switchyard(
-      {"tune", "--backend",      "cpu",   "--models",       "olmoe",  "--experts",
-       "16",   "--hidden",       "64",    "--intermediate", "64",     "--tokens",
-       "1,4",  "--balancedness", "0.8,1", "--test-tokens",  "2",      "--test-balancedness",
-       "1",    "--repeat",       "1",     "--out",          path("t")});
-  ASSERT_EQ(tuned.exit_code, 0) << tuned.err;
+  run_well({"tune", "--backend",      "cpu",   "--models",       "olmoe",  "--experts",
+            "16",   "--hidden",       "64",    "--intermediate", "64",     "--tokens",
+            "1,4",  "--balancedness", "0.8,1", "--test-tokens",  "2",      "--test-balancedness",
+            "1",    "--repeat",       "1",     "--out",          path("t")});
   const std::string page = path("made.html");
-  const Completed done =
-      run_switchyard({"report", "--profile", path("t.profile.json"), "-o", page});
-  EXPECT_EQ(done.exit_code, 0) << done.err;
+  const Completed done = run_well({"report", "--profile", path("t.profile.json"), "-o", page});
   EXPECT_THAT(done.out, HasSubstr("5 points of a profile of grouped_bf16"));
   EXPECT_THAT(read_file(page), HasSubstr("\"tunings\":[{\"file\":\"t.profile.json\""));
   expect_refused({}, "invalid_argument", {"nothing to show", "--profile"});
@@ -82,14 +64,11 @@ TEST_F(ReportCommand, MakesAPageOfARecordedRouting) {
   const Arguments model{"--experts", "16", "--top-k",        "4",
                         "--hidden",  "64", "--intermediate", "64"};
   const std::string recorded = path("routing.json");
-  const Completed run = run_switchyard(
-      join({"run", "--backend", "cpu", "--model", "olmoe", "--tokens", "40", "--balancedness",
-            "0.7", "--repeat", "3", "--ranks", "2", "--quiet", "--record", recorded},
-           model));
-  ASSERT_EQ(run.exit_code, 0) << run.err;
+  run_well(join({"run", "--backend", "cpu", "--model", "olmoe", "--tokens", "40", "--balancedness",
+                 "0.7", "--repeat", "3", "--ranks", "2", "--quiet", "--record", recorded},
+                model));
   const std::string page = path("made.html");
-  const Completed done = run_switchyard({"report", "--routing", recorded, "-o", page});
-  EXPECT_EQ(done.exit_code, 0) << done.err;
+  const Completed done = run_well({"report", "--routing", recorded, "-o", page});
   EXPECT_THAT(done.out, HasSubstr("olmoe: 4 steps; beta "));
   EXPECT_THAT(read_file(page), HasSubstr("\"routings\":[{\"file\":\"routing.json\""));
   expect_refused({"--routing", file("other.json", "{}")}, "invalid_file", {"other.json"});
@@ -98,24 +77,21 @@ TEST_F(ReportCommand, MakesAPageOfARecordedRouting) {
       join({"tune", "--backend", "cpu", "--models", "olmoe", "--repeat", "1", "--tokens", "2,8",
             "--balancedness", "0.8,1", "--histograms", recorded, "--out", path("t")},
            model);
-  const Completed tuned = run_switchyard(tune);
-  EXPECT_EQ(tuned.exit_code, 0) << tuned.err;
+  const Completed tuned = run_well(tune);
   // Four passes with one routing are one histogram, which is fitted on and judged by.
   EXPECT_THAT(tuned.out, HasSubstr("5 points"));
   EXPECT_THAT(tuned.out, HasSubstr("40 tokens"));
-  const Completed other = run_switchyard(join({"tune", "--backend", "cpu", "--models", "ramp-phi",
-                                               "--histograms", recorded, "--out", path("u")},
-                                              {}));
-  EXPECT_EQ(other.exit_code, 2);
-  EXPECT_THAT(other.err, HasSubstr("16 experts with top-2"));
+  expect_told(join({"tune", "--backend", "cpu", "--models", "ramp-phi", "--histograms", recorded,
+                    "--out", path("u")},
+                   {}),
+              2, "16 experts with top-2");
 }
 
 TEST_F(ReportCommand, MakesAPageOfWhatBenchWrites) {
   const std::string rows = measured_rows();
   const std::string page = path("page.html");
   const Completed done =
-      run_switchyard({"report", rows, "-o", page, "--trace", file("trace.json", kTrace)});
-  EXPECT_EQ(done.exit_code, 0) << done.err;
+      run_well({"report", rows, "-o", page, "--trace", file("trace.json", kTrace)});
   EXPECT_EQ(done.err, "");
   EXPECT_THAT(done.out, HasSubstr("2 points of 1 file; 1 slice of 1 rank"));
   const std::string text = read_file(page);
@@ -125,8 +101,7 @@ TEST_F(ReportCommand, MakesAPageOfWhatBenchWrites) {
   EXPECT_THAT(text, HasSubstr("\"expert_load\":["));
   EXPECT_THAT(names_in(path("")), UnorderedElementsAre("rows.json", "trace.json", "page.html"));
   // Again, over the old one, the same.
-  EXPECT_EQ(run_switchyard({"report", rows, "-o", page, "--trace", path("trace.json")}).exit_code,
-            0);
+  run_well({"report", rows, "-o", page, "--trace", path("trace.json")});
   EXPECT_EQ(read_file(page), text);
 }
 
@@ -177,8 +152,7 @@ TEST_F(ReportCommand, WritesWhereALinkLeads) {
   std::filesystem::create_directory(path("pages"));
   std::filesystem::create_symlink("pages/page.html", path("link"));
   for (int i = 0; i < 2; ++i) {  // made, replaced
-    const Completed done = run_switchyard({"report", rows, "-o", path("link")});
-    EXPECT_EQ(done.exit_code, 0) << done.err;
+    run_well({"report", rows, "-o", path("link")});
     EXPECT_TRUE(std::filesystem::is_symlink(path("link")));
     EXPECT_THAT(read_file(path("pages/page.html")), StartsWith("<!doctype html>"));
   }
@@ -214,8 +188,7 @@ TEST_F(ReportCommand, RoofsAreThoseOfTheRowsGpu) {
       "read_gb_per_s": {"value": 2900, "source": "a test"}}})");
   const std::string page = path("page.html");
   const auto made = [&](const Arguments& arguments) {
-    const Completed done = run_switchyard(join(join({"report"}, arguments), {"-o", page}));
-    EXPECT_EQ(done.exit_code, 0) << done.err;
+    run_well(join(join({"report"}, arguments), {"-o", page}));
     return roofs_in(read_file(page));
   };
   EXPECT_THAT(made({h200}), HasSubstr("4600000000000.0"));

@@ -25,8 +25,6 @@
 namespace switchyard::cli {
 namespace {
 
-using ::testing::HasSubstr;
-
 // No number of ranks gets whole tiles of them.
 constexpr const char* kTokens = "37";
 
@@ -38,8 +36,7 @@ std::vector<std::string> children() {
 }
 
 nlohmann::json run_json(const Arguments& arguments) {
-  const Completed done = run_switchyard(join({"run", "--json"}, arguments));
-  EXPECT_EQ(done.exit_code, 0) << done.err;
+  const Completed done = run_well(join({"run", "--json"}, arguments));
   return nlohmann::json::parse(done.out);
 }
 
@@ -48,10 +45,9 @@ TEST(Run, SameBytesOnOneAndFourRanks) {
   const std::string one = (directory / "one.safetensors").string();
   const std::string four = (directory / "four.safetensors").string();
   for (const auto& [ranks, path] : {std::pair{"1", one}, std::pair{"4", four}}) {
-    const Completed done = run_switchyard(join({"run", "--tokens", kTokens, "--ranks", ranks,
-                                                "--threads", "1", "--output", path, "--quiet"},
-                                               kTiny));
-    ASSERT_EQ(done.exit_code, 0) << done.err;
+    const Completed done = run_well(join({"run", "--tokens", kTokens, "--ranks", ranks, "--threads",
+                                          "1", "--output", path, "--quiet"},
+                                         kTiny));
     EXPECT_EQ(done.out, "");
   }
   EXPECT_EQ(read_file(one), read_file(four));
@@ -63,11 +59,9 @@ TEST(Run, SameBytesOnOneAndFourRanks) {
 TEST(Run, AnotherSeedGivesOtherBytes) {
   const TemporaryDirectory directory;
   for (const char* seed : {"0", "1"}) {
-    ASSERT_EQ(run_switchyard(join({"run", "--tokens", "16", "--seed", seed, "--quiet", "--output",
-                                   (directory / seed).string()},
-                                  kTiny))
-                  .exit_code,
-              0);
+    run_well(join({"run", "--tokens", "16", "--seed", seed, "--quiet", "--output",
+                   (directory / seed).string()},
+                  kTiny));
   }
   EXPECT_NE(tensor_bytes(directory / "0", "output"), tensor_bytes(directory / "1", "output"));
 }
@@ -76,8 +70,7 @@ TEST(Run, TellsWhereTheOutputIs) {
   const TemporaryDirectory directory;
   const std::string path = (directory / "y.safetensors").string();
   const Completed done =
-      run_switchyard(join({"run", "--tokens", "8", "--threads", "1", "--output", path}, kTiny));
-  EXPECT_EQ(done.exit_code, 0) << done.err;
+      run_well(join({"run", "--tokens", "8", "--threads", "1", "--output", path}, kTiny));
   EXPECT_THAT(done.out, ::testing::HasSubstr("file        " + path + ", with output"));
 }
 
@@ -85,12 +78,10 @@ TEST(Run, LaunchedProcessesGiveTheBytesOfThreads) {
   const TemporaryDirectory directory;
   const Arguments layer = join({"run", "--tokens", kTokens, "--threads", "1", "--json"}, kTiny);
   const Completed threads =
-      run_switchyard(join(layer, {"--ranks", "3", "--output", (directory / "threads").string()}));
-  ASSERT_EQ(threads.exit_code, 0) << threads.err;
+      run_well(join(layer, {"--ranks", "3", "--output", (directory / "threads").string()}));
   Arguments launch = {"launch", "-n", "3", "--", SWITCHYARD_COMMAND};
   launch = join(join(launch, layer), {"--output", (directory / "processes").string(), "--verify"});
-  const Completed processes = run_switchyard(launch);
-  ASSERT_EQ(processes.exit_code, 0) << processes.err;
+  const Completed processes = run_well(launch);
   EXPECT_EQ(read_file(directory / "threads"), read_file(directory / "processes"));
 
   const auto of_threads = nlohmann::json::parse(threads.out);
@@ -115,12 +106,11 @@ TEST(Run, SumsPerHostSendFewerBytesBetweenHosts) {
   const TemporaryDirectory directory;
   const auto run = [&](const char* name, const Arguments& options) {
     const Arguments launch = {"launch", "-n", "4", "--namespaces", "2", "--", SWITCHYARD_COMMAND};
-    const Completed done = run_switchyard(
+    const Completed done = run_well(
         join(join(join(launch, {"run", "--tokens", kTokens, "--threads", "1", "--json", "--verify",
                                 "--repeat", "1", "--output", (directory / name).string()}),
                   kTiny),
              options));
-    EXPECT_EQ(done.exit_code, 0) << done.err;
     return nlohmann::json::parse(done.out)["crossing"]["combine_bytes"].get<std::int64_t>();
   };
   const std::int64_t rows = run("rows", {});
@@ -132,20 +122,17 @@ TEST(Run, SumsPerHostSendFewerBytesBetweenHosts) {
 TEST(Run, SumsPerHostChangeNothingOnOneHost) {
   const TemporaryDirectory directory;
   for (const Arguments& options : {Arguments{}, Arguments{"--pre-sum-per-host"}}) {
-    const Completed done = run_switchyard(
-        join(join({"run", "--tokens", kTokens, "--ranks", "2", "--threads", "1", "--quiet",
-                   "--output", (directory / std::to_string(options.size())).string()},
-                  kTiny),
-             options));
-    ASSERT_EQ(done.exit_code, 0) << done.err;
+    run_well(join(join({"run", "--tokens", kTokens, "--ranks", "2", "--threads", "1", "--quiet",
+                        "--output", (directory / std::to_string(options.size())).string()},
+                       kTiny),
+                  options));
   }
   EXPECT_EQ(tensor_bytes(directory / "0", "output"), tensor_bytes(directory / "1", "output"));
 }
 
 TEST(Run, LauncherWithoutDashesPassesOptionsOn) {
-  const Completed done = run_switchyard(
+  const Completed done = run_well(
       join({"launch", "-n", "2", SWITCHYARD_COMMAND, "run", "--tokens", "8", "--json"}, kTiny));
-  ASSERT_EQ(done.exit_code, 0) << done.err;
   EXPECT_EQ(nlohmann::json::parse(done.out)["world"]["ranks"], 2);
 }
 
@@ -154,8 +141,7 @@ TEST(Run, RanksGivenUnderALauncherAreThreads) {
   for (const Arguments& stray : {Arguments{"RANK=0", "WORLD_SIZE=4"}, Arguments{"RANK=7"},
                                  Arguments{"RANK=9", "WORLD_SIZE=4"}}) {
     const Completed done =
-        run_switchyard(join({"run", "--ranks", "2", "--tokens", "8", "--json"}, kTiny), stray);
-    ASSERT_EQ(done.exit_code, 0) << done.err;
+        run_well(join({"run", "--ranks", "2", "--tokens", "8", "--json"}, kTiny), stray);
     EXPECT_FALSE(nlohmann::json::parse(done.out)["world"]["processes"]);
   }
 }
@@ -168,9 +154,7 @@ TEST(Run, DoesNotWriteWhatItReadsNorIntoAPipe) {
   std::ofstream(input) << "activations";
   ASSERT_EQ(::mkfifo(pipe.c_str(), 0600), 0);
   const auto refused = [](const Arguments& arguments, const char* part) {
-    const Completed done = run_switchyard(arguments);
-    EXPECT_EQ(done.exit_code, 2);
-    EXPECT_THAT(done.err, HasSubstr(part));
+    expect_told(arguments, 2, part);
   };
   for (const auto& [command, option] : {std::pair{"run", "--output"}, {"trace", "--out"}}) {
     refused(join({command, "--input", input, option, input}, kTiny), "which is also read");
@@ -242,9 +226,7 @@ TEST(Run, Fp8WeightsComputeInFp8UnlessToldOtherwise) {
   EXPECT_LT(json["crossing"]["dispatch_bytes"], wide["crossing"]["dispatch_bytes"]);
   EXPECT_EQ(json["crossing"]["combine_bytes"], wide["crossing"]["combine_bytes"]);
 
-  const Completed refused = run_switchyard(join({"run", "--compute", "fp8"}, kTiny));
-  EXPECT_EQ(refused.exit_code, 2);
-  EXPECT_THAT(refused.err, HasSubstr("is bf16"));
+  expect_told(join({"run", "--compute", "fp8"}, kTiny), 2, "is bf16");
 }
 
 TEST(Run, BackendIsToldAndTheCpuWithoutAGpu) {
@@ -268,8 +250,7 @@ TEST(Run, CudaGivesTheOutputOfTheCpu) {
     EXPECT_GT(json["memory"]["workspace_bytes"], 0);
     EXPECT_TRUE(json["verification"]["ok"]);
   }
-  const Completed text = run_switchyard(join({"run", "--tokens", "64"}, kTiny));
-  EXPECT_EQ(text.exit_code, 0) << text.err;
+  const Completed text = run_well(join({"run", "--tokens", "64"}, kTiny));
   for (const char* part : {"GPU 0", "one launch", "touched weights", "workspace on the GPU"}) {
     EXPECT_THAT(text.out, HasSubstr(part));
   }
@@ -291,10 +272,9 @@ TEST(Run, CudaRanksGiveTheBytesOfOne) {
   EXPECT_EQ(read_file(directory / "1"), read_file(directory / "4"));
 
   const Completed launched =
-      run_switchyard(join({"launch", "-n", "2", "--", SWITCHYARD_COMMAND, "run", "--tokens", "3",
-                           "--backend", "cuda", "--verify", "--json"},
-                          kTiny));
-  ASSERT_EQ(launched.exit_code, 0) << launched.err;
+      run_well(join({"launch", "-n", "2", "--", SWITCHYARD_COMMAND, "run", "--tokens", "3",
+                     "--backend", "cuda", "--verify", "--json"},
+                    kTiny));
   const auto json = nlohmann::json::parse(launched.out);
   EXPECT_TRUE(json["world"]["processes"]);
   EXPECT_TRUE(json["verification"]["ok"]);
@@ -319,10 +299,9 @@ TEST(Run, VerifiesEveryModelAndDType) {
 }
 
 TEST(Run, ReportFitsAHundredColumnsWithManyExperts) {
-  const Completed done = run_switchyard({"run", "--model", "qwen3.5-397b", "--hidden", "64",
-                                         "--intermediate", "32", "--tokens", "300", "--ranks", "4",
-                                         "--repeat", "1", "--verify", "--backend", "cpu"});
-  ASSERT_EQ(done.exit_code, 0) << done.err;
+  const Completed done = run_well({"run", "--model", "qwen3.5-397b", "--hidden", "64",
+                                   "--intermediate", "32", "--tokens", "300", "--ranks", "4",
+                                   "--repeat", "1", "--verify", "--backend", "cpu"});
   std::istringstream lines(done.out);
   int bars = 0;
   for (std::string line; std::getline(lines, line);) {
@@ -382,11 +361,9 @@ TEST(Run, OutputOfOneRunRoutesTheNext) {
   const std::string input = (directory / "x").string();
   const std::string first = (directory / "first").string();
   write_matrices(input, {{"anything", view}});  // the only tensor needs no name
-  ASSERT_EQ(run_switchyard(join({"run", "--dtype", "f32", "--input", input, "--output", first,
-                                 "--verify", "--quiet"},
-                                kTiny))
-                .exit_code,
-            0);
+  run_well(
+      join({"run", "--dtype", "f32", "--input", input, "--output", first, "--verify", "--quiet"},
+           kTiny));
 
   const OwnedMatrix ids = read_matrix(first, "topk_ids");
   const OwnedMatrix weights = read_matrix(first, "topk_weights");
@@ -450,10 +427,7 @@ TEST(Run, TokenIdsRouteHashedLayers) {
 TEST(Run, ACheckpointThatIsCutWhileItIsUsedIsNamed) {
   const TemporaryDirectory directory;
   const std::string path = (directory / "model").string();
-  ASSERT_EQ(
-      run_switchyard(join({"make-checkpoint", "--dtype", "f32", "--quiet", "--out", path}, kTiny))
-          .exit_code,
-      0);
+  run_well(join({"make-checkpoint", "--dtype", "f32", "--quiet", "--out", path}, kTiny));
   const std::string shard = path + "/model.safetensors";
   // Cuts the shard shortly after the command has mapped it.
   const std::jthread cutter([&](const std::stop_token& stop) {
@@ -481,8 +455,7 @@ TEST(Run, NamesThatAreNotUtf8AreReported) {
   write_matrices(input, {{"activations", matrix(x.data(), DType::kF32, 4, 64)}});
   EXPECT_THAT(run_json(join({"--input", input}, kTiny))["batch"]["activations"].get<std::string>(),
               HasSubstr("x\ufffd\x1b[2J"));
-  const Completed text = run_switchyard(join({"run", "--input", input}, kTiny));
-  EXPECT_EQ(text.exit_code, 0);
+  const Completed text = run_well(join({"run", "--input", input}, kTiny));
   EXPECT_THAT(text.out, HasSubstr("x\\xff\\x1b[2J"));
 }
 
@@ -503,8 +476,7 @@ TEST(Run, NaNIsToldAndFailsVerification) {
   EXPECT_THAT(run_switchyard(join({"run", "--input", gated}, kTiny)).out, HasSubstr(told));
   // Nobody sees the text report here.
   for (const char* option : {"--quiet", "--json"}) {
-    const Completed done = run_switchyard(join({"run", "--input", gated, option}, kTiny));
-    EXPECT_EQ(done.exit_code, 0);
+    const Completed done = run_well(join({"run", "--input", gated, option}, kTiny));
     EXPECT_THAT(done.err, HasSubstr("switchyard: " + told));
   }
   // The reference leaves out the same experts, so the outputs agree.
@@ -527,8 +499,7 @@ TEST(Run, NaNIsToldAndFailsVerification) {
 }
 
 TEST(Models, ListsEveryRow) {
-  const Completed text = run_switchyard({"models"});
-  EXPECT_EQ(text.exit_code, 0);
+  const Completed text = run_well({"models"});
   const auto json = nlohmann::json::parse(run_switchyard({"models", "--json"}).out);
   ASSERT_EQ(json.size(), model_table().size());
   for (std::size_t i = 0; i < json.size(); ++i) {

@@ -19,21 +19,32 @@ struct Told {
   nlohmann::ordered_json json;
 };
 
-Told told_as_if_on_gpus(int ranks, DType weights) {
-  SourceOptions source_options;
-  source_options.model = "olmoe";
-  source_options.dtype = weights;
-  source_options.overrides.num_experts = 16;
-  source_options.overrides.hidden = 64;
-  source_options.overrides.intermediate = 32;
-  const Source source = load_source(source_options, 1, false);
-  const Batch batch = make_batch({.tokens = 37}, source, DType::kBF16);
+// A small layer's passes on the CPU.
+struct Passes {
+  Passes(int ranks, DType weights) {
+    SourceOptions source_options;
+    source_options.model = "olmoe";
+    source_options.dtype = weights;
+    source_options.overrides.num_experts = 16;
+    source_options.overrides.hidden = 64;
+    source_options.overrides.intermediate = 32;
+    source = load_source(source_options, 1, false);
+    batch = make_batch({.tokens = 37}, source, DType::kBF16);
+    options.ranks = ranks;
+    options.threads = 1;
+    options.compute = weights;
+    options.repeat = 2;
+    result = run_as_threads(source, batch, options);
+  }
+  Source source;
+  Batch batch;
   RankOptions options;
-  options.ranks = ranks;
-  options.threads = 1;
-  options.compute = weights;
-  options.repeat = 2;
-  RunResult result = run_as_threads(source, batch, options);
+  RunResult result;
+};
+
+Told told_as_if_on_gpus(int ranks, DType weights) {
+  Passes passes(ranks, weights);
+  RunResult& result = passes.result;
   result.backend = Backend::kCuda;
   result.device = ranks == 1 ? "GPU 0 (NVIDIA H200, 132 of 132 SMs)"
                              : "GPUs 0 to 7 (NVIDIA H200, 132 of 132 SMs for each rank)";
@@ -41,7 +52,7 @@ Told told_as_if_on_gpus(int ranks, DType weights) {
   // As wide as they come.
   result.pass_seconds = {123e-6, 0.456};
 
-  const Report report{source, batch, options, result, {}, {}};
+  const Report report{passes.source, passes.batch, passes.options, result, {}, {}};
   Told told{"", test::parsed(to_json(report))};
   for (const std::string& line : to_text(report, Palette(false))) {
     EXPECT_LE(display_width(line), kReportColumns) << line;
@@ -73,21 +84,9 @@ TEST(Report, OfSeveralGpus) {
 // A share above all of it says nothing. The rate is what the products reach alone, so if it is
 // below what the layer reached, the machine was busy while it was measured.
 TEST(Report, NoShareIsAboveAllOfIt) {
-  SourceOptions source_options;
-  source_options.model = "olmoe";
-  source_options.overrides.num_experts = 16;
-  source_options.overrides.hidden = 64;
-  source_options.overrides.intermediate = 32;
-  const Source source = load_source(source_options, 1, false);
-  const Batch batch = make_batch({.tokens = 37}, source, DType::kBF16);
-  RankOptions options;
-  options.ranks = 1;
-  options.threads = 1;
-  options.compute = DType::kBF16;
-  options.repeat = 2;
-  const RunResult result = run_as_threads(source, batch, options);
+  const Passes passes(1, DType::kBF16);
   for (const double share : {0.5, 1.51}) {
-    Report report{source, batch, options, result, {}, {}};
+    Report report{passes.source, passes.batch, passes.options, passes.result, {}, {}};
     report.rates.gemm_dtype = DType::kBF16;
     report.rates.read_bytes = 1e12;
     report.rates.gemm_flops = 1;

@@ -11,8 +11,6 @@
 namespace switchyard::cli {
 namespace {
 
-using ::testing::HasSubstr;
-
 struct TracedRun {
   nlohmann::json file, summary;
 };
@@ -20,9 +18,8 @@ struct TracedRun {
 TracedRun trace(const Arguments& arguments) {
   const TemporaryDirectory directory;
   const std::string path = (directory / "trace.json").string();
-  const Completed done = run_switchyard(
-      join(join({"trace", "--backend", "cpu", "--json", "-o", path}, arguments), kTiny));
-  EXPECT_EQ(done.exit_code, 0) << done.err;
+  const Completed done =
+      run_well(join(join({"trace", "--backend", "cpu", "--json", "-o", path}, arguments), kTiny));
   TracedRun run{nlohmann::json::parse(read_file(path)), nlohmann::json::parse(done.out)};
   EXPECT_EQ(run.summary["file"], path);
   return run;
@@ -107,9 +104,8 @@ TEST(Trace, FileHasEveryRankAndEveryTask) {
 TEST(Trace, TextTellsWhereTheTimeWent) {
   const TemporaryDirectory directory;
   const std::string path = (directory / "out.json").string();
-  const Completed done = run_switchyard(
+  const Completed done = run_well(
       join({"trace", "--tokens", "64", "--ranks", "3", "--threads", "1", "--out", path}, kTiny));
-  ASSERT_EQ(done.exit_code, 0) << done.err;
   for (const char* part : {"3 threads", "of the time in tasks", "waiting", "overlap", "first task",
                            "events back from rank", "ui.perfetto.dev"}) {
     EXPECT_THAT(done.out, HasSubstr(part));
@@ -127,10 +123,9 @@ TEST(Trace, LaunchedProcessesShareAFile) {
   const TemporaryDirectory directory;
   const std::string path = (directory / "trace.json").string();
   const Completed done =
-      run_switchyard(join({"launch", "-n", "2", "--", SWITCHYARD_COMMAND, "trace", "--tokens", "40",
-                           "--backend", "cpu", "--threads", "1", "--json", "-o", path},
-                          kTiny));
-  ASSERT_EQ(done.exit_code, 0) << done.err;
+      run_well(join({"launch", "-n", "2", "--", SWITCHYARD_COMMAND, "trace", "--tokens", "40",
+                     "--backend", "cpu", "--threads", "1", "--json", "-o", path},
+                    kTiny));
   EXPECT_EQ(nlohmann::json::parse(done.out)["ranks"].size(), 2u);       // one rank reports
   EXPECT_GE(count(nlohmann::json::parse(read_file(path)), "plan"), 2);  // more if one came late
 }
@@ -148,26 +143,20 @@ TEST(Trace, TheLastRankComesLate) {
 }
 
 TEST(Trace, OneRankIsNotLate) {
-  const Completed done = run_switchyard(join({"trace", "--ranks", "1", "--late", "10"}, kTiny));
-  EXPECT_EQ(done.exit_code, 2);
-  EXPECT_THAT(done.err, HasSubstr("--late 10 is for several ranks; give --ranks, too"));
+  expect_told(join({"trace", "--ranks", "1", "--late", "10"}, kTiny), 2,
+              "--late 10 is for several ranks; give --ranks, too");
 }
 
 TEST(Trace, WhatCannotBeWrittenIsToldBeforeTheRun) {
-  const Completed done = run_switchyard(join({"trace", "-o", "/nowhere/at/all/trace.json"}, kTiny));
-  EXPECT_EQ(done.exit_code, 2);
-  EXPECT_THAT(done.err, HasSubstr("--output is '/nowhere/at/all/trace.json'"));
-  const Completed full = run_switchyard(
-      join({"trace", "--tokens", "8", "--backend", "cpu", "-o", "/dev/full"}, kTiny));
-  EXPECT_EQ(full.exit_code, 2);
-  EXPECT_THAT(full.err,
-              HasSubstr("--output is '/dev/full', which is a pipe, a socket or a device"));
+  expect_told(join({"trace", "-o", "/nowhere/at/all/trace.json"}, kTiny), 2,
+              "--output is '/nowhere/at/all/trace.json'");
+  expect_told(join({"trace", "--tokens", "8", "--backend", "cpu", "-o", "/dev/full"}, kTiny), 2,
+              "--output is '/dev/full', which is a pipe, a socket or a device");
   EXPECT_EQ(run_switchyard(join({"trace", "--passes", "0"}, kTiny)).exit_code, 2);
 }
 
 TEST(Trace, HelpListsTheCommand) {
-  const Completed done = run_switchyard({"--help"});
-  EXPECT_EQ(done.exit_code, 0);
+  const Completed done = run_well({"--help"});
   EXPECT_THAT(done.out, HasSubstr("trace"));
   EXPECT_THAT(run_switchyard({"trace", "--help"}).out, HasSubstr("--passes"));
 }

@@ -19,11 +19,10 @@ using test::kGenerous;
 
 constexpr int kTokens = 40;
 
-struct Share {
+struct Share : GatedTokens {
+  Share() : GatedTokens(kTokens, 64) {}
   LayerSpec spec = spec_of(64, 32, 16, 4);
   MoeWeights weights = generate_weights(spec, DType::kF32, 1, {.num_threads = 1});
-  Matrix x = Matrix::random(kTokens, 64, DType::kF32, 1);
-  Matrix y = Matrix(kTokens, 64, DType::kF32);
 
   MoeLayer layer(const World& world, int threads = 1) const {
     LayerOptions options;
@@ -31,26 +30,12 @@ struct Share {
     options.num_threads = threads;
     return {world, spec, weights, options};
   }
-  void forward(MoeLayer& layer) {
-    ForwardInput input;
-    input.activations = x.view();
-    ForwardOutput output;
-    output.data = y.row(0);
-    output.dtype = DType::kF32;
-    layer.forward(input, output);
-  }
 };
 
 void expect_aborted_by(int rank, const std::function<void()>& call) {
-  try {
-    call();
-    ADD_FAILURE() << "nothing was thrown";
-  } catch (const TimeoutError& error) {
-    EXPECT_EQ(error.code(), ErrorCode::kAborted) << error.what();
-    EXPECT_THAT(error.what(), ::testing::HasSubstr("World::abort()"));
-    EXPECT_EQ(error.failure().peer_rank, rank) << error.what();
-    EXPECT_STREQ(error.failure().phase, "abort");
-  }
+  const test::Blame blame = test::blame_of(rank, call, "abort");
+  EXPECT_EQ(blame.code, ErrorCode::kAborted) << blame.words;
+  EXPECT_THAT(blame.words, ::testing::HasSubstr("World::abort()"));
 }
 
 // One rank comes to the third pass, and aborts instead of making it.
@@ -75,8 +60,7 @@ void abort_in_place_of_a_pass(const World& world, int quitter) {
 
 TEST(Abort, WakesThreadsOutOfAPass) {
   for (const int quitter : {0, 2}) {
-    std::vector<World> worlds = World::threads(4, test::with_deadline(kGenerous));
-    test::run_threads(worlds, [&](World& world) {
+    test::run_threads(World::threads(4, test::with_deadline(kGenerous)), [&](World& world) {
       abort_in_place_of_a_pass(world, quitter);
       expect_aborted_by(quitter, [&] { world.barrier(); });
     });
@@ -98,8 +82,7 @@ TEST(Abort, WakesProcessesOutOfAPass) {
 
 // The thread that waits and the one that aborts are of one rank.
 TEST(Abort, WakesItsOwnRank) {
-  std::vector<World> worlds = World::threads(2, test::with_deadline(kGenerous));
-  test::run_threads(worlds, [](World& world) {
+  test::run_threads(World::threads(2, test::with_deadline(kGenerous)), [](World& world) {
     Share share;
     MoeLayer layer = share.layer(world, 2);
     share.forward(layer);
@@ -178,8 +161,7 @@ TEST(Abort, OfAWorldOfOne) {
 }
 
 TEST(Destruction, WaitsForNobody) {
-  std::vector<World> worlds = World::threads(2, test::with_deadline(kGenerous));
-  test::run_threads(worlds, [&](World& world) {
+  test::run_threads(World::threads(2, test::with_deadline(kGenerous)), [&](World& world) {
     Share share;
     std::optional<MoeLayer> layer(share.layer(world));
     share.forward(*layer);

@@ -5,6 +5,7 @@
 #include "model/errors.h"
 #include "reference/reference.h"
 #include "support/accuracy.h"
+#include "support/calls.h"
 #include "support/layers.h"
 
 namespace switchyard::testing {
@@ -46,24 +47,17 @@ class Calls : public ::testing::TestWithParam<int> {
 INSTANTIATE_TEST_SUITE_P(Ranks, Calls, ::testing::Values(1, 2, 4));
 
 TEST_P(Calls, IdsInI64AndWeightsInBf16) {
-  const std::vector<std::int64_t> wide(batch_.topk_ids.begin(), batch_.topk_ids.end());
-  std::vector<std::uint16_t> codes;
-  Batch rounded = batch_;
-  for (float& weight : rounded.topk_weights) {
-    codes.push_back(f32_to_bf16(weight));
-    weight = bf16_to_f32(codes.back());
-  }
-  EXPECT_NE(rounded.topk_weights, batch_.topk_weights);
-  const BatchResult expected = run(rounded);
-  EXPECT_LE(output_error(spec_, weights_, rounded, expected), 1e-5);
+  const WideRouting wide(batch_);
+  const BatchResult expected = run(wide.rounded);
+  EXPECT_LE(output_error(spec_, weights_, wide.rounded, expected), 1e-5);
   const BatchResult result =
       run(batch_, {}, [&](ForwardInput& input, ForwardOutput&, std::size_t first) {
         const std::size_t slots = input.topk_ids.size();
-        input.topk_ids = std::span(wide).subspan(first * kTopK, slots);
-        input.topk_weights = {codes.data() + first * kTopK, DType::kBF16, slots};
+        input.topk_ids = std::span(wide.ids).subspan(first * kTopK, slots);
+        input.topk_weights = {wide.weights.data() + first * kTopK, DType::kBF16, slots};
       });
-  EXPECT_EQ(result.ids, rounded.topk_ids);
-  EXPECT_EQ(result.weights, rounded.topk_weights);
+  EXPECT_EQ(result.ids, wide.rounded.topk_ids);
+  EXPECT_EQ(result.weights, wide.rounded.topk_weights);
   EXPECT_TRUE(result.output == expected.output);
 }
 
@@ -82,51 +76,34 @@ TEST_P(Calls, OtherTypesOfIdsAndWeightsAreRefused) {
 
 // Ids that frameworks give slots of experts elsewhere: the number of experts, or any above.
 TEST_P(Calls, LargeIdsAreNoneWhereAsked) {
-  Batch sentinels = batch_, none = batch_;
-  for (std::size_t i = 0; i < none.topk_ids.size(); i += 3) {
-    sentinels.topk_ids[i] = i % 2 == 0 ? kExperts : 1 << 30;
-    none.topk_ids[i] = kNoExpert;
-    sentinels.topk_weights[i] = NAN;  // which reaches no output
-  }
-  const BatchResult expected = run(none);
+  Sentinels sentinels(batch_, kExperts);
+  const BatchResult expected = run(sentinels.without);
   LayerOptions options;
   options.large_ids_are_none = true;
-  const BatchResult result = run(sentinels, options);
-  EXPECT_EQ(result.ids, none.topk_ids);
+  const BatchResult result = run(sentinels.with, options);
+  EXPECT_EQ(result.ids, sentinels.without.topk_ids);
   EXPECT_TRUE(result.output == expected.output);
   EXPECT_EQ(bad_slots(result), 0);
-  refuse(ErrorCode::kInvalidArgument, "is 16; expert ids are 0 to 15", sentinels);
-  sentinels.topk_ids[kTopK * 7] = -2;
-  refuse(ErrorCode::kInvalidArgument, "is -2; expert ids are 0", sentinels, options);
+  refuse(ErrorCode::kInvalidArgument, "is 16; expert ids are 0 to 15", sentinels.with);
+  sentinels.with.topk_ids[kTopK * 7] = -2;
+  refuse(ErrorCode::kInvalidArgument, "is -2; expert ids are 0", sentinels.with, options);
 }
 
-// As of padding whose logits are NaN: one expert in all slots, or any number.
 TEST_P(Calls, BadIdsAreSkippedAndCountedWhereAsked) {
-  Batch bad = batch_, good = batch_;
-  std::int64_t count = 0;
-  const auto spoil = [&](std::size_t slot, std::int32_t id) {
-    bad.topk_ids[slot] = id;
-    good.topk_ids[slot] = kNoExpert;
-    ++count;
-  };
-  for (std::size_t t = 5; t < kTokens; t += 6) {
-    for (std::size_t k = 1; k < kTopK; ++k) spoil(t * kTopK + k, bad.topk_ids[t * kTopK]);
-  }
-  spoil(2, kExperts);
-  spoil(9, -7);
-  spoil(3 * kTopK, 1 << 30);
-  const BatchResult expected = run(good);
+  BadRouting routing(batch_, kExperts, kTopK);
+  routing.spoil(3 * kTopK, 1 << 30);
+  const BatchResult expected = run(routing.good);
   LayerOptions options;
   options.bad_ids = BadIds::kSkip;
-  const BatchResult result = run(bad, options);
-  EXPECT_EQ(result.ids, good.topk_ids);
+  const BatchResult result = run(routing.bad, options);
+  EXPECT_EQ(result.ids, routing.good.topk_ids);
   EXPECT_TRUE(result.output == expected.output);
-  EXPECT_EQ(bad_slots(result), count);
-  EXPECT_LE(output_error(spec_, weights_, good, result), 1e-5);
-  refuse(ErrorCode::kInvalidArgument, "is 16;", bad);
+  EXPECT_EQ(bad_slots(result), routing.count);
+  EXPECT_LE(output_error(spec_, weights_, routing.good, result), 1e-5);
+  refuse(ErrorCode::kInvalidArgument, "is 16;", routing.bad);
   // What means none is not bad.
   options.large_ids_are_none = true;
-  EXPECT_EQ(bad_slots(run(bad, options)), count - 2);
+  EXPECT_EQ(bad_slots(run(routing.bad, options)), routing.count - 2);
 }
 
 TEST_P(Calls, IdsThatNoI32HoldsAreBad) {
@@ -174,13 +151,7 @@ INSTANTIATE_TEST_SUITE_P(RanksAndTypes, Logits,
 
 TEST_P(Logits, AreRoutedAsTheLayerRoutes) {
   const auto [ranks, dtype] = GetParam();
-  LayerSpec grouped = small_layer();
-  grouped.routing.score = ScoreFunction::kSigmoid;
-  grouped.routing.has_correction_bias = true;
-  grouped.routing.num_groups = 4;
-  grouped.routing.top_k_groups = 2;
-  grouped.routing.renormalize = true;
-  grouped.routing.scale = 2.5f;
+  const LayerSpec grouped = grouped_routing(small_layer());
   LayerSpec shared = small_layer();
   shared.shared_intermediate = 48;
   shared.shared_sigmoid_gate = true;
@@ -296,12 +267,7 @@ TEST_P(Calls, OutputsAreScaledAndAdded) {
                     output.scale = 0.5f;
                     output.accumulate = true;
                   });
-    Matrix expected(1, 1, dtype);
-    for (std::int64_t i = 0; i < kTokens * spec_.hidden; ++i) {
-      expected.set(0, before.get(i) + 0.5f * plain.output.get(i));
-      const float bound = dtype == DType::kF32 ? 1e-5f : std::abs(expected.get(0)) / 128 + 1e-6f;
-      ASSERT_NEAR(added.output.get(i), expected.get(0), bound) << to_string(dtype) << " " << i;
-    }
+    expect_half_added(added.output, before, plain.output);
   }
   refuse(ErrorCode::kInvalidArgument, "scale is inf", batch_, {},
          [](ForwardInput&, ForwardOutput& output, std::size_t) { output.scale = INFINITY; });

@@ -40,65 +40,32 @@ const ExchangeBatch& fault_batch() {
   return batch;
 }
 
-// A rank's exchange and arrays, for round after round.
-struct Player {
-  int rank;
-  Exchange exchange;
-  ExchangeHandle handle = exchange.make_handle();
-  ExchangeArrays got{exchange.spec(), exchange.own_places(), exchange.rows_needed()};
-
-  Player(const World& world, const ExchangeOptions& options = {})
-      : rank(world.rank()), exchange(world, fault_spec(), options) {}
-  void dispatch() { exchange.dispatch(input_of(fault_batch(), rank), got.output(), handle); }
+struct Player : HostPlayer {
+  explicit Player(const World& its_world, const ExchangeOptions& options = {})
+      : HostPlayer(its_world, fault_spec(), 1, options) {
+    load(fault_batch());
+  }
   void combine() {
-    const Matrix y = results_of(fault_batch(), got);
-    Matrix out(40, 16, DType::kF32);
-    exchange.combine({y.view()}, output_of(out), handle);
-    wrong_sums(fault_batch(), rank, out);
+    upload_results(fault_batch(), got());
+    enqueue_combine(DType::kF32);
+    wrong_sums(fault_batch(), rank, sums(fault_batch(), DType::kF32));
   }
   void round() {
-    dispatch();
+    enqueue_dispatch();
     combine();
   }
 };
 
 // Expects TimeoutError that blames `peer`; returns its phase.
 std::string blame_of(int peer, const std::function<void()>& call) {
-  try {
-    call();
-  } catch (const TimeoutError& error) {
-    EXPECT_EQ(error.failure().peer_rank, peer) << error.what();
-    EXPECT_THAT(error.what(), HasSubstr("exchange"));
-    return error.failure().phase;
-  } catch (const Error& error) {
-    ADD_FAILURE() << "not a TimeoutError: " << error.what();
-    return "";
-  }
-  ADD_FAILURE() << "nothing was thrown";
-  return "";
+  const test::Blame blame = test::blame_of(peer, call);
+  EXPECT_THAT(blame.words, HasSubstr("exchange"));
+  return blame.failure.phase;
 }
 
 WorldOptions options_of(const std::string& rendezvous = "") {
   return test::with_deadline(kDeadline, rendezvous);
 }
-
-class Gate {
- public:
-  void wait() {
-    std::unique_lock lock(mutex_);
-    opened_.wait(lock, [this] { return open_; });
-  }
-  void open() {
-    const std::lock_guard lock(mutex_);
-    open_ = true;
-    opened_.notify_all();
-  }
-
- private:
-  std::mutex mutex_;
-  std::condition_variable opened_;
-  bool open_ = false;
-};
 
 struct Stop {
   Kind kind;
@@ -108,7 +75,7 @@ struct Stop {
 class ExchangeStall : public ::testing::TestWithParam<Stop> {};
 
 TEST_P(ExchangeStall, EveryOtherRankNamesTheStalledOne) {
-  Gate gate;
+  test::Gate gate;
   std::atomic<int> others{0};
   std::vector<World> worlds = World::threads(kRanks, options_of());
   test::run_threads(worlds, [&](World& world) {
@@ -128,8 +95,8 @@ TEST_P(ExchangeStall, EveryOtherRankNamesTheStalledOne) {
     if (!stalls) {
       EXPECT_EQ(phase, GetParam().phase);
       // And again, of every call.
-      blame_of(kStopped, [&] { player.dispatch(); });
-      blame_of(kStopped, [&] { player.exchange.check(); });
+      blame_of(kStopped, [&] { player.enqueue_dispatch(); });
+      blame_of(kStopped, [&] { player.made.check(); });
       if (++others == kRanks - 1) gate.open();
     }
   });
@@ -145,8 +112,7 @@ INSTANTIATE_TEST_SUITE_P(Steps, ExchangeStall,
                                            Stop{Kind::kCombine, "counts"}));
 
 TEST(ExchangeFault, ARankSkipsACall) {
-  std::vector<World> worlds = World::threads(kRanks, options_of());
-  test::run_threads(worlds, [&](World& world) {
+  test::run_threads(World::threads(kRanks, options_of()), [&](World& world) {
     Player player(world);
     player.round();
     if (world.rank() == kStopped) return;
@@ -155,18 +121,16 @@ TEST(ExchangeFault, ARankSkipsACall) {
 }
 
 TEST(ExchangeFault, ARankDoesNotReturnResults) {
-  std::vector<World> worlds = World::threads(kRanks, options_of());
-  test::run_threads(worlds, [&](World& world) {
+  test::run_threads(World::threads(kRanks, options_of()), [&](World& world) {
     Player player(world);
-    player.dispatch();
+    player.enqueue_dispatch();
     if (world.rank() == kStopped) return;
     EXPECT_EQ(blame_of(kStopped, [&] { player.combine(); }), "combine");
   });
 }
 
 TEST(ExchangeFault, ADeadlineOfItsOwn) {
-  std::vector<World> worlds = World::threads(2, test::with_deadline(test::kGenerous));
-  test::run_threads(worlds, [&](World& world) {
+  test::run_threads(World::threads(2, test::with_deadline(test::kGenerous)), [&](World& world) {
     ExchangeOptions options;
     options.deadline = kDeadline;
     ExchangeSpec spec = fault_spec();
@@ -181,34 +145,35 @@ TEST(ExchangeFault, ADeadlineOfItsOwn) {
 }
 
 TEST(ExchangeFault, AbortIsToldAtOnce) {
-  std::vector<World> worlds = World::threads(kRanks, test::with_deadline(test::kGenerous));
-  test::run_threads(worlds, [&](World& world) {
-    Player player(world);
-    player.round();
-    const auto start = test::Clock::now();
-    if (world.rank() == kStopped) world.abort();
-    EXPECT_EQ(blame_of(kStopped, [&] { player.round(); }), "abort");
-    EXPECT_LT(test::since(start), test::kAtOnce);
-  });
+  test::run_threads(World::threads(kRanks, test::with_deadline(test::kGenerous)),
+                    [&](World& world) {
+                      Player player(world);
+                      player.round();
+                      const auto start = test::Clock::now();
+                      if (world.rank() == kStopped) world.abort();
+                      EXPECT_EQ(blame_of(kStopped, [&] { player.round(); }), "abort");
+                      EXPECT_LT(test::since(start), test::kAtOnce);
+                    });
 }
 
 TEST(ExchangeFault, AHookThatThrowsEndsTheCallOnAllRanks) {
-  std::vector<World> worlds = World::threads(kRanks, test::with_deadline(test::kGenerous));
-  test::run_threads(worlds, [&](World& world) {
-    ExchangeOptions options;
-    const bool throws = world.rank() == kStopped;
-    if (throws) {
-      options.on_step = [](const ProtocolStep& step) {
-        if (step.kind == Kind::kArrived && step.epoch == 3) throw std::runtime_error("no more");
-      };
-    }
-    Player player(world, options);
-    player.round();
-    if (throws) {
-      EXPECT_THROW(player.round(), std::runtime_error);
-    }
-    EXPECT_EQ(blame_of(kStopped, [&] { player.round(); }), "experts");
-  });
+  test::run_threads(World::threads(kRanks, test::with_deadline(test::kGenerous)),
+                    [&](World& world) {
+                      ExchangeOptions options;
+                      const bool throws = world.rank() == kStopped;
+                      if (throws) {
+                        options.on_step = [](const ProtocolStep& step) {
+                          if (step.kind == Kind::kArrived && step.epoch == 3)
+                            throw std::runtime_error("no more");
+                        };
+                      }
+                      Player player(world, options);
+                      player.round();
+                      if (throws) {
+                        EXPECT_THROW(player.round(), std::runtime_error);
+                      }
+                      EXPECT_EQ(blame_of(kStopped, [&] { player.round(); }), "experts");
+                    });
 }
 
 #if !defined(__SANITIZE_THREAD__)

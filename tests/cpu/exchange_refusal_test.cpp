@@ -5,6 +5,7 @@
 
 #include <climits>
 
+#include "model/errors.h"
 #include "support/exchanges.h"
 #include "support/ranks.h"
 
@@ -76,8 +77,7 @@ TEST_P(Refusals, LeaveTheExchangeAsItWas) {
   const auto& [ranks, wire, split] = GetParam();
   const ExchangeBatch batch(small_spec(wire), ranks, DType::kBF16, 3,
                             std::vector<int>(static_cast<std::size_t>(ranks), 20));
-  std::vector<World> worlds = World::threads(ranks, test::with_deadline(test::kGenerous));
-  test::run_threads(worlds, [&](World& world) {
+  test::run_threads(HostPlayer::worlds(ranks), [&](World& world) {
     const int rank = world.rank();
     Exchange exchange(world, batch.spec);
     ExchangeHandle handle = exchange.make_handle();
@@ -110,9 +110,8 @@ TEST_P(Refusals, LeaveTheExchangeAsItWas) {
         DispatchOutput small = got.output();
         small.capacity = 1;
         if (mine && got.capacity > 1 && exchange.rows_needed(handle) > 1) {
-          EXPECT_THAT(test::error_of(ErrorCode::kCapacityExceeded,
-                                     [&] { exchange.dispatch_recv(small, handle); }),
-                      HasSubstr("room for 1"));
+          EXPECT_ERROR(exchange.dispatch_recv(small, handle), ErrorCode::kCapacityExceeded,
+                       "room for 1");
         }
         exchange.dispatch_recv(got.output(), handle);
       } else {
@@ -162,8 +161,7 @@ TEST_P(ExchangeIds, AreHeldAgainstTheExpertsBeforeAnythingIsSent) {
   const std::int64_t fits = given.id < INT_MIN || given.id > INT_MAX ? -1 : given.id;
   for (const bool wide : {false, true}) {
     if (!wide && fits != given.id) continue;
-    std::vector<World> worlds = World::threads(2, test::with_deadline(test::kGenerous));
-    test::run_threads(worlds, [&](World& world) {
+    test::run_threads(HostPlayer::worlds(2), [&](World& world) {
       Exchange exchange(world, spec);
       if (world.rank() == 1) return;
       ExchangeHandle handle = exchange.make_handle();
@@ -207,18 +205,8 @@ TEST(ExchangeIds, LargeOnesMayStandForNone) {
   const ExchangeBatch batch(spec, 2, DType::kBF16, 5, {20, 13});
   const auto is_large = [](std::int64_t id) { return id >= 12; };
   ASSERT_TRUE(std::ranges::any_of(batch.ids[0], is_large));
-  std::vector<World> worlds = World::threads(2, test::with_deadline(test::kGenerous));
-  test::run_threads(worlds, [&](World& world) {
-    Exchange exchange(world, spec);
-    ExchangeHandle handle = exchange.make_handle();
-    ExchangeArrays got(exchange.spec(), exchange.own_places(), exchange.rows_needed());
-    exchange.dispatch(input_of(batch, world.rank()), got.output(), handle);
-    wrong_rows(batch, world.rank(), exchange.spec().layout, got);
-    const Matrix y = results_of(batch, got);
-    Matrix out(batch.count(world.rank()), spec.hidden, DType::kF32);
-    exchange.combine({y.view()}, output_of(out), handle);
-    wrong_sums(batch, world.rank(), out);
-  });
+  test::run_threads(HostPlayer::worlds(2),
+                    [&](World& world) { HostPlayer(world, spec).round(batch); });
 }
 
 }  // namespace

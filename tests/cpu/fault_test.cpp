@@ -14,6 +14,7 @@ namespace switchyard::testing {
 namespace {
 
 using std::chrono::milliseconds;
+using test::Gate;
 using Kind = ProtocolStep::Kind;
 
 LayerSpec spec_of_16_experts() { return spec_of(64, 32, 16, 4); }
@@ -25,44 +26,9 @@ const MoeWeights& weights_of_16_experts() {
 }
 
 // A rank's own share of tokens, everywhere the same size.
-struct Share {
-  Matrix x = Matrix::random(40, 64, DType::kF32, 1);
-  Matrix y = Matrix(40, 64, DType::kF32);
-
-  void forward(MoeLayer& layer) {
-    ForwardInput input;
-    input.activations = x.view();
-    ForwardOutput output;
-    output.data = y.row(0);
-    output.dtype = DType::kF32;
-    layer.forward(input, output);
-  }
+struct Share : GatedTokens {
+  Share() : GatedTokens(40, 64) {}
 };
-
-// Holds whoever enters until opened.
-class Gate {
- public:
-  void wait() {
-    std::unique_lock lock(mutex_);
-    entered_ = true;
-    opened_.wait(lock, [this] { return open_; });
-  }
-  void open() {
-    const std::lock_guard lock(mutex_);
-    open_ = true;
-    opened_.notify_all();
-  }
-  bool entered() {
-    const std::lock_guard lock(mutex_);
-    return entered_;
-  }
-
- private:
-  std::mutex mutex_;
-  std::condition_variable opened_;
-  bool open_ = false, entered_ = false;
-};
-
 const char* phase_of(Kind kind) {
   switch (kind) {
     case Kind::kGate:
@@ -132,17 +98,13 @@ TEST_P(Stall, EveryOtherRankNamesTheStalledOne) {
   for (int r = 0; r < kRanks; ++r) {
     SCOPED_TRACE(::testing::Message() << "rank " << r);
     ASSERT_TRUE(failures[r]);
-    try {
-      std::rethrow_exception(failures[r]);
-    } catch (const TimeoutError& error) {
-      first += error.code() == ErrorCode::kTimeout;
-      EXPECT_EQ(error.failure().peer_rank, kStalled) << error.what();
-      EXPECT_STREQ(error.failure().phase, phase) << error.what();
-      EXPECT_EQ(error.failure().epoch, next_epoch ? kEpoch + 1 : kEpoch);
-      EXPECT_GE(error.failure().waited_seconds, 0.25);
-      EXPECT_LT(error.failure().waited_seconds, 0.25 + 5);  // a loaded machine, not a hang
-      EXPECT_THAT(error.what(), ::testing::HasSubstr("rank 2 did not do its part"));
-    }
+    const test::Blame blame = test::blame_of(
+        kStalled, [&] { std::rethrow_exception(failures[r]); }, phase);
+    first += blame.code == ErrorCode::kTimeout;
+    EXPECT_EQ(blame.failure.epoch, next_epoch ? kEpoch + 1 : kEpoch);
+    EXPECT_GE(blame.failure.waited_seconds, 0.25);
+    EXPECT_LT(blame.failure.waited_seconds, 0.25 + 5);  // a loaded machine, not a hang
+    EXPECT_THAT(blame.words, ::testing::HasSubstr("rank 2 did not do its part"));
   }
   EXPECT_EQ(first, 1) << "exactly one rank's deadline passed first";
 
@@ -199,14 +161,9 @@ TEST(Fault, ASkippedCallIsNoticed) {
   });
   EXPECT_FALSE(failures[1]);
   for (const int r : {0, 2}) {
-    try {
-      ASSERT_TRUE(failures[r]);
-      std::rethrow_exception(failures[r]);
-    } catch (const TimeoutError& error) {
-      EXPECT_EQ(error.failure().peer_rank, 1);
-      EXPECT_STREQ(error.failure().phase, "counts");
-      EXPECT_EQ(error.failure().epoch, 2u);
-    }
+    ASSERT_TRUE(failures[r]);
+    const auto again = [&] { std::rethrow_exception(failures[r]); };
+    EXPECT_EQ(test::blame_of(1, again, "counts").failure.epoch, 2u);
   }
 }
 
@@ -228,12 +185,8 @@ TEST(Fault, AnExceptionOnOneRankEndsThePassForAll) {
   });
   EXPECT_LT(test::since(start), milliseconds(20'000));  // far below the deadline of 30 s
   for (const auto& failure : failures) {
-    try {
-      ASSERT_TRUE(failure);
-      std::rethrow_exception(failure);
-    } catch (const TimeoutError& error) {
-      EXPECT_EQ(error.failure().peer_rank, 1);
-    }
+    ASSERT_TRUE(failure);
+    test::blame_of(1, [&] { std::rethrow_exception(failure); });
   }
 }
 
@@ -254,15 +207,10 @@ TEST(Fault, AKilledProcessIsNamedAndTheSurvivorsGoOn) {
     share.forward(layer);
     share.forward(layer);
     const Matrix before = share.y;
-    try {
-      share.forward(layer);
-      ADD_FAILURE() << "rank " << rank << " did not notice";
-    } catch (const TimeoutError& error) {
-      EXPECT_EQ(error.failure().peer_rank, 1) << error.what();
-      EXPECT_EQ(error.failure().epoch, 3u);
-      EXPECT_STREQ(error.failure().phase, "dispatch") << error.what();
-      EXPECT_THAT(error.what(), ::testing::HasSubstr("has exited"));
-    }
+    const test::Blame blame = test::blame_of(
+        1, [&] { share.forward(layer); }, "dispatch");
+    EXPECT_EQ(blame.failure.epoch, 3u);
+    EXPECT_THAT(blame.words, ::testing::HasSubstr("has exited"));
     world_options.rendezvous += " survivors";
     world_options.deadline = test::kGenerous;
     const World survivors = World::processes(rank == 0 ? 0 : rank - 1, 3, world_options);

@@ -206,23 +206,12 @@ TEST(LateRank, ADeadRankIsNamed) {
     EXPECT_FALSE(failures[static_cast<std::size_t>(dead)]);
     for (int r = 0; r < 3; ++r) {
       if (r == dead) continue;
-      try {
-        ASSERT_TRUE(failures[static_cast<std::size_t>(r)]) << "rank " << r;
-        std::rethrow_exception(failures[static_cast<std::size_t>(r)]);
-      } catch (const TimeoutError& error) {
-        EXPECT_EQ(error.failure().peer_rank, dead) << error.what();
-        EXPECT_STREQ(error.failure().phase, "counts") << error.what();
-        EXPECT_EQ(error.failure().epoch, 1u);
-      }
+      const std::exception_ptr& failure = failures[static_cast<std::size_t>(r)];
+      ASSERT_TRUE(failure) << "rank " << r;
+      const auto again = [&] { std::rethrow_exception(failure); };
+      EXPECT_EQ(test::blame_of(dead, again, "counts").failure.epoch, 1u);
     }
   }
-}
-
-std::uint64_t scramble(std::uint64_t x) {
-  x += 0x9e3779b97f4a7c15u;
-  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
-  x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
-  return x ^ (x >> 31);
 }
 
 // Passes back to back in which every rank has a random number of tokens and comes a random time
@@ -240,7 +229,7 @@ TEST(LateSoak, RandomLatenessAndSizes) {
     std::vector<std::int64_t> counts;
     std::int64_t total = 0;
     for (std::uint64_t r = 0; r < kRanks; ++r) {
-      const std::uint64_t roll = scramble(seed * kBatches * kRanks + b * kRanks + r);
+      const std::uint64_t roll = test::scramble(seed * kBatches * kRanks + b * kRanks + r);
       counts.push_back(roll % 5 == 0 ? 0 : static_cast<std::int64_t>(roll / 5 % 150));
       total += counts.back();
     }
@@ -265,8 +254,8 @@ TEST(LateSoak, RandomLatenessAndSizes) {
     };
     MoeLayer layer(world, spec, weights, options);
     for (std::uint64_t pass = 0; pass < passes; ++pass) {
-      const std::size_t b = scramble(seed ^ pass) % kBatches;
-      const std::uint64_t roll = scramble(seed + pass * kRanks + r);
+      const std::size_t b = test::scramble(seed ^ pass) % kBatches;
+      const std::uint64_t roll = test::scramble(seed + pass * kRanks + r);
       if (roll % 4 == 0) {
         std::this_thread::sleep_for(microseconds(roll / 4 % (roll % 64 == 0 ? 3000 : 300)));
       }

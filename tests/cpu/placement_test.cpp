@@ -171,8 +171,7 @@ TEST(PlacementErrors, AreTold) {
   MoeLayer layer = make(World::single(), {{0, 1, 2, 3, 0}});
   EXPECT_ERROR(layer.rebind(w, ExpertPlacement{{0, 1, 2, 3}}), ErrorCode::kInvalidArgument,
                "4 places, and the layer was made with 5");
-  std::vector<World> worlds = World::threads(2, test::with_deadline(test::kGenerous));
-  test::run_threads(worlds, [&](World& world) {
+  test::run_threads(World::threads(2, test::with_deadline(test::kGenerous)), [&](World& world) {
     const ExpertPlacement mine{world.rank() == 0 ? std::vector<std::int32_t>{0, 1, 2, 3}
                                                  : std::vector<std::int32_t>{3, 2, 1, 0}};
     EXPECT_ERROR(make(world, mine), ErrorCode::kSpecMismatch, "placement");

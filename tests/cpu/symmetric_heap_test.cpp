@@ -11,6 +11,7 @@
 #include <random>
 #include <vector>
 
+#include "model/errors.h"
 #include "support/ranks.h"
 #include "switchyard/peer.h"
 #include "symmetric/blocks.h"
@@ -131,17 +132,16 @@ void gather_in_rounds(const World& world, int rounds) {
 class SymmetricHeapRanks : public ::testing::TestWithParam<int> {};
 
 TEST_P(SymmetricHeapRanks, ThreadsGatherInRounds) {
-  std::vector<World> worlds = World::threads(GetParam(), with_deadline(test::kGenerous));
-  run_threads(worlds, [](World& world) { gather_in_rounds(world, 300); });
+  run_threads(World::threads(GetParam(), with_deadline(test::kGenerous)),
+              [](World& world) { gather_in_rounds(world, 300); });
 }
 
 TEST_P(SymmetricHeapRanks, ProcessesGatherInRounds) {
   const std::string rendezvous = test::fresh_rendezvous();
-  const auto codes = test::run_processes(GetParam(), [&](int rank) {
+  test::expect_processes(GetParam(), [&](int rank) {
     gather_in_rounds(World::processes(rank, GetParam(), with_deadline(test::kGenerous, rendezvous)),
                      100);
   });
-  EXPECT_THAT(codes, Each(0));
 }
 
 INSTANTIATE_TEST_SUITE_P(Sizes, SymmetricHeapRanks, ::testing::Values(1, 2, 3, 4, 8));
@@ -251,14 +251,13 @@ TEST(SymmetricHeap, MayBeMovedAndMadeAgain) {
   other = SymmetricHeap(world, 8192);
   EXPECT_EQ(other.bytes(), 8192u);
   world.abort();
-  EXPECT_THAT(error_of(ErrorCode::kAborted, [&] { other.check(); }), HasSubstr("World::abort()"));
+  EXPECT_ERROR(other.check(), ErrorCode::kAborted, "World::abort()");
 }
 
 // ------------------------------------------------------------------------------ ranks that differ
 
 TEST(SymmetricHeap, DifferentHeapsAreASpecMismatch) {
-  std::vector<World> worlds = World::threads(3);
-  run_threads(worlds, [](World& world) {
+  run_threads(World::threads(3), [](World& world) {
     const std::size_t odd = world.rank() == 2;
     const std::string message =
         error_of(ErrorCode::kSpecMismatch, [&] { SymmetricHeap(world, 4096 + odd); });
@@ -274,8 +273,7 @@ TEST(SymmetricHeap, DifferentHeapsAreASpecMismatch) {
 }
 
 TEST(SymmetricHeap, TheBarrierNamesTheCallInWhichRanksDiffer) {
-  std::vector<World> worlds = World::threads(4);
-  run_threads(worlds, [](World& world) {
+  run_threads(World::threads(4), [](World& world) {
     const bool odd = world.rank() == 3;
     {
       SymmetricHeap heap(world, 1 << 20);
@@ -328,18 +326,9 @@ constexpr milliseconds kDeadline{400};
 
 // Expects TimeoutError with phase "signal" that blames `peer`.
 WaitFailure failure_of(int peer, const std::function<void()>& call) {
-  try {
-    call();
-  } catch (const TimeoutError& error) {
-    EXPECT_EQ(error.failure().peer_rank, peer) << error.what();
-    EXPECT_THAT(error.what(), HasSubstr("symmetric heap"));
-    return error.failure();
-  } catch (const Error& error) {
-    ADD_FAILURE() << "not a TimeoutError: " << error.what();
-    return {};
-  }
-  ADD_FAILURE() << "nothing was thrown";
-  return {};
+  const test::Blame blame = test::blame_of(peer, call);
+  EXPECT_THAT(blame.words, HasSubstr("symmetric heap"));
+  return blame.failure;
 }
 
 TEST(SymmetricHeapFault, AWaitSaysWhomItWaitedFor) {
@@ -420,8 +409,7 @@ TEST(SymmetricHeapFault, ARankThatDoesNotSignalIsNamedOnAllRanks) {
 }
 
 TEST(SymmetricHeapFault, AbortEndsWaitsAtOnce) {
-  std::vector<World> worlds = World::threads(3, with_deadline(test::kGenerous));
-  run_threads(worlds, [](World& world) {
+  run_threads(World::threads(3, with_deadline(test::kGenerous)), [](World& world) {
     SymmetricHeap heap(world, 4096);
     auto* const flag = heap.allocate<std::uint64_t>();
     heap.barrier();
@@ -470,17 +458,11 @@ TEST(SymmetricHeapFault, AKilledProcessIsNamedByItsDeadline) {
 #endif
 
 TEST(SymmetricHeapFault, ARankThatDoesNotComeIsNamedByTheBarrier) {
-  std::vector<World> worlds = World::threads(2, with_deadline(kDeadline));
-  run_threads(worlds, [](World& world) {
+  run_threads(World::threads(2, with_deadline(kDeadline)), [](World& world) {
     SymmetricHeap heap(world, 4096);
     if (world.rank() == 1) return;
-    try {
-      heap.barrier();
-      ADD_FAILURE() << "nothing was thrown";
-    } catch (const TimeoutError& error) {
-      EXPECT_EQ(error.failure().peer_rank, 1);
-      EXPECT_STREQ(error.failure().phase, "bootstrap");
-    }
+    test::blame_of(
+        1, [&] { heap.barrier(); }, "bootstrap");
   });
 }
 

@@ -20,6 +20,7 @@
 #include "fabric/fabric.h"
 #include "fabric/frames.h"
 #include "fabric/rendezvous.h"
+#include "model/errors.h"
 #include "support/ranks.h"
 #include "switchyard/world.h"
 
@@ -27,12 +28,7 @@ namespace switchyard::test {
 namespace {
 
 using ::testing::AllOf;
-using ::testing::Each;
 using ::testing::HasSubstr;
-
-World join(int rank, int size, const std::string& rendezvous, milliseconds deadline = kGenerous) {
-  return World::processes(rank, size, with_deadline(deadline, rendezvous));
-}
 
 class LobbyTest : public ::testing::Test {
  protected:
@@ -219,7 +215,7 @@ class RendezvousAttack : public ::testing::TestWithParam<AttackCase> {
 
 TEST_P(RendezvousAttack, DoesNotKeepAWorldFromForming) {
   const std::string rendezvous = fresh_rendezvous();
-  const auto codes = run_processes(6, [&](int child) {
+  expect_processes(6, [&](int child) {
     if (child >= 4) return attack(rendezvous);
     if (child != 0) await_attack();
     const Clock::time_point start = Clock::now();
@@ -231,13 +227,12 @@ TEST_P(RendezvousAttack, DoesNotKeepAWorldFromForming) {
     world.barrier();
     attack_->over.store(true);
   });
-  EXPECT_THAT(codes, Each(0));
   EXPECT_EQ(attack_->num_ready.load(), 4);
 }
 
 TEST_P(RendezvousAttack, DoesNotKeepADeadlineFromPassing) {
   const std::string rendezvous = fresh_rendezvous();
-  const auto codes = run_processes(4, [&](int child) {
+  expect_processes(4, [&](int child) {
     if (child >= 2) return attack(rendezvous);
     if (child == 1) await_attack();
     const milliseconds deadline(child == 0 ? 4000 : 60'000);
@@ -247,7 +242,6 @@ TEST_P(RendezvousAttack, DoesNotKeepADeadlineFromPassing) {
     EXPECT_LT(since(start), milliseconds(10'000));
     if (child == 0) attack_->over.store(true);
   });
-  EXPECT_THAT(codes, Each(0));
 }
 
 INSTANTIATE_TEST_SUITE_P(By, RendezvousAttack,
@@ -260,7 +254,7 @@ INSTANTIATE_TEST_SUITE_P(By, RendezvousAttack,
 TEST(Rendezvous, AStrangersHelloOf625MegabytesIsNotRead) {
   const std::string rendezvous = fresh_rendezvous();
   SharedWithChildren<std::atomic<bool>> hung_up;
-  const auto codes = run_processes(2, [&](int rank) {
+  expect_processes(2, [&](int rank) {
     if (rank == 0) {
       World world = join(0, 2, rendezvous);
       return check_all_gather(world, 3);
@@ -279,14 +273,13 @@ TEST(Rendezvous, AStrangersHelloOf625MegabytesIsNotRead) {
     World world = join(1, 2, rendezvous);
     check_all_gather(world, 3);
   });
-  EXPECT_THAT(codes, Each(0));
 }
 
 // Two jobs that launchers tell apart, with one rendezvous string in their programs.
 TEST(Rendezvous, JobsThatMeetByMistakeDoNotMix) {
   const std::string rendezvous = fresh_rendezvous();
   SharedWithChildren<std::atomic<int>> num_turned_away;
-  const auto codes = run_processes(5, [&](int child) {
+  expect_processes(5, [&](int child) {
     // Children 0 to 2 are one job; 3 and 4 are ranks 0 and 1 of another, which comes first.
     const bool other = child >= 3;
     ::setenv("SWITCHYARD_RENDEZVOUS", other ? "job-b" : "job-a", 1);
@@ -308,17 +301,15 @@ TEST(Rendezvous, JobsThatMeetByMistakeDoNotMix) {
                       HasSubstr("job-a"), HasSubstr("SWITCHYARD_RENDEZVOUS")));
     num_turned_away->fetch_add(1);
   });
-  EXPECT_THAT(codes, Each(0));
 }
 
 TEST(Rendezvous, ARankStartedByHandJoinsALaunchedJob) {
   const std::string rendezvous = fresh_rendezvous();
-  const auto codes = run_processes(3, [&](int rank) {
+  expect_processes(3, [&](int rank) {
     if (rank != 1) ::setenv("SWITCHYARD_RENDEZVOUS", "job", 1);
     World world = join(rank, 3, rendezvous);
     check_all_gather(world, 10);
   });
-  EXPECT_THAT(codes, Each(0));
 }
 
 // A member that speaks by hand, from its hello on.
@@ -365,7 +356,7 @@ class RawMember {
 
 TEST(Rendezvous, AMessageOfAnotherWorldIsRefused) {
   const std::string rendezvous = fresh_rendezvous();
-  const auto codes = run_processes(2, [&](int rank) {
+  expect_processes(2, [&](int rank) {
     if (rank == 0) {
       World world = join(0, 2, rendezvous);
       EXPECT_THAT(error_of(ErrorCode::kSystem, [&] { world.barrier(); }),
@@ -379,12 +370,11 @@ TEST(Rendezvous, AMessageOfAnotherWorldIsRefused) {
     EXPECT_EQ(member.receive().header.kind, FrameKind::kEntered);
     EXPECT_EQ(member.receive().header.kind, FrameKind::kFailure);
   });
-  EXPECT_THAT(codes, Each(0));
 }
 
 TEST(Rendezvous, AMemberThatBreaksTheProtocolIsNamed) {
   const std::string rendezvous = fresh_rendezvous();
-  const auto codes = run_processes(2, [&](int rank) {
+  expect_processes(2, [&](int rank) {
     if (rank == 0) {
       World world = join(0, 2, rendezvous);
       EXPECT_THAT(timeout_of(ErrorCode::kAborted, 1, [&] { world.barrier(); }),
@@ -396,21 +386,17 @@ TEST(Rendezvous, AMemberThatBreaksTheProtocolIsNamed) {
     EXPECT_EQ(member.receive().header.kind, FrameKind::kEntered);
     EXPECT_EQ(member.receive().header.kind, FrameKind::kFailure);
   });
-  EXPECT_THAT(codes, Each(0));
 }
 
 TEST(Rendezvous, CallsOfVeryDifferentSizesAreToldAndTheWorldGoesOn) {
-  const std::string rendezvous = fresh_rendezvous();
-  const auto codes = run_processes(3, [&](int rank) {
-    World world = join(rank, 3, rendezvous);
+  expect_world(3, [&](World& world) {
+    const int rank = world.rank();
     for (const int odd : {0, 1}) {
-      EXPECT_THAT(error_of(ErrorCode::kSpecMismatch,
-                           [&] { check_all_gather(world, rank == odd ? 1'000'000 : 1); }),
-                  HasSubstr("8000000 bytes"));
+      EXPECT_ERROR(check_all_gather(world, rank == odd ? 1'000'000 : 1), ErrorCode::kSpecMismatch,
+                   "8000000 bytes");
       check_all_gather(world, 5);
     }
   });
-  EXPECT_THAT(codes, Each(0));
 }
 
 // Memory of a peer that is not what it should be. The rank plays allocate() by hand, up to the
@@ -435,7 +421,7 @@ UniqueFd make_bad_file(BadFile what, std::size_t bytes) {
 TEST_P(PeerMemory, ThatCouldEndThisProcessIsRefused) {
   const std::string rendezvous = fresh_rendezvous();
   constexpr std::size_t kBytes = 1 << 20;
-  const auto codes = run_processes(2, [&](int rank) {
+  expect_processes(2, [&](int rank) {
     World world = join(rank, 2, rendezvous);
     Fabric& fabric = world.fabric();
     const auto refused = [&](const std::string& message) {
@@ -453,7 +439,6 @@ TEST_P(PeerMemory, ThatCouldEndThisProcessIsRefused) {
     }
     check_symmetric_memory(world, kBytes);
   });
-  EXPECT_THAT(codes, Each(0));
 }
 
 INSTANTIATE_TEST_SUITE_P(Kinds, PeerMemory,
@@ -461,9 +446,8 @@ INSTANTIATE_TEST_SUITE_P(Kinds, PeerMemory,
                                            BadFile::kNotMemory));
 
 TEST(Rendezvous, APeerCannotTakeMemoryAway) {
-  const std::string rendezvous = fresh_rendezvous();
-  const auto codes = run_processes(2, [&](int rank) {
-    World world = join(rank, 2, rendezvous);
+  expect_world(2, [&](World& world) {
+    const int rank = world.rank();
     Fabric& fabric = world.fabric();
     constexpr std::size_t kBytes = 1 << 20;
     if (rank == 0) {
@@ -484,7 +468,6 @@ TEST(Rendezvous, APeerCannotTakeMemoryAway) {
     EXPECT_NE(::ftruncate(files[0].get(), 2 * kBytes), 0);
     world.barrier();
   });
-  EXPECT_THAT(codes, Each(0));
 }
 
 TEST(Liveness, AProcessThatVanishesBetweenTwoQuestionsHasExited) {

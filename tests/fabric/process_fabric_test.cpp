@@ -13,19 +13,15 @@
 #include "fabric/bootstrap.h"
 #include "fabric/fabric.h"
 #include "fabric/rendezvous.h"
+#include "model/errors.h"
 #include "support/ranks.h"
 
 namespace switchyard::test {
 namespace {
 
 using ::testing::AllOf;
-using ::testing::Each;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
-
-World join(int rank, int size, const std::string& rendezvous, milliseconds deadline = kGenerous) {
-  return World::processes(rank, size, with_deadline(deadline, rendezvous));
-}
 
 std::size_t num_symmetric_mappings() {
   std::ifstream maps("/proc/self/maps");
@@ -40,11 +36,7 @@ class ProcessWorld : public ::testing::TestWithParam<int> {};
 
 TEST_P(ProcessWorld, GathersAndSharesMemory) {
   const int size = GetParam();
-  const std::string rendezvous = fresh_rendezvous();
-  const auto codes = run_processes(size, [&](int rank) {
-    World world = join(rank, size, rendezvous);
-    EXPECT_EQ(world.rank(), rank);
-    EXPECT_EQ(world.size(), size);
+  expect_world(size, [&](World& world) {
     EXPECT_STREQ(world.fabric_name(), "shared memory");
     for (const std::size_t count : {0, 1, 7, 100'000}) check_all_gather(world, count);
     check_symmetric_memory(world, (std::size_t{5} << 20) + 8);
@@ -52,24 +44,18 @@ TEST_P(ProcessWorld, GathersAndSharesMemory) {
     for (int peer = 0; peer < size; ++peer) EXPECT_EQ(world.fabric().liveness(peer), "");
     world.barrier();
   });
-  EXPECT_THAT(codes, Each(0));
 }
 
 INSTANTIATE_TEST_SUITE_P(Sizes, ProcessWorld, ::testing::Values(1, 2, 3, 4, 8));
 
 TEST(ProcessFabric, MessagesLargerThanTheSocketBuffersPass) {
-  const std::string rendezvous = fresh_rendezvous();
-  const auto codes = run_processes(3, [&](int rank) {
-    World world = join(rank, 3, rendezvous);
-    check_all_gather(world, 1'000'000);
-  });
-  EXPECT_THAT(codes, Each(0));
+  expect_world(3, [&](World& world) { check_all_gather(world, 1'000'000); });
 }
 
 TEST(ProcessFabric, RanksMayLetGoOfMemoryAndWorldAtDifferentTimes) {
   const std::string rendezvous = fresh_rendezvous();
   SharedWithChildren<std::atomic<bool>> others_left;
-  const auto codes = run_processes(2, [&](int rank) {
+  expect_processes(2, [&](int rank) {
     std::shared_ptr<SymmetricSegment> segment;
     {
       World world = join(rank, 2, rendezvous);
@@ -86,7 +72,6 @@ TEST(ProcessFabric, RanksMayLetGoOfMemoryAndWorldAtDifferentTimes) {
     EXPECT_EQ(segment->base(0)[0], std::byte{42});
     segment->base(0)[4095] = std::byte{1};
   });
-  EXPECT_THAT(codes, Each(0));
 }
 
 TEST(ProcessFabric, RefusesBadArguments) {
@@ -97,12 +82,11 @@ TEST(ProcessFabric, RefusesBadArguments) {
 }
 
 TEST(ProcessFabric, DifferentCallsAreASpecMismatchAndTheWorldGoesOn) {
-  const std::string rendezvous = fresh_rendezvous();
-  const auto codes = run_processes(3, [&](int rank) {
-    World world = join(rank, 3, rendezvous);
+  expect_world(3, [&](World& world) {
+    const int rank = world.rank();
     const auto odd = static_cast<std::size_t>(rank == 1);
-    EXPECT_THAT(error_of(ErrorCode::kSpecMismatch, [&] { world.fabric().allocate(4096 + odd); }),
-                HasSubstr("rank 1 called allocate of 4097 bytes"));
+    EXPECT_ERROR(world.fabric().allocate(4096 + odd), ErrorCode::kSpecMismatch,
+                 "rank 1 called allocate of 4097 bytes");
     error_of(ErrorCode::kSpecMismatch, [&] { check_all_gather(world, 1 + odd); });
     error_of(ErrorCode::kInvalidArgument, [&] { world.fabric().allocate(0); });
     for (const std::size_t bytes : {std::size_t{1} << 62, ~std::size_t{0}}) {
@@ -112,7 +96,6 @@ TEST(ProcessFabric, DifferentCallsAreASpecMismatchAndTheWorldGoesOn) {
     check_all_gather(world, 5);
     check_symmetric_memory(world, 8192);
   });
-  EXPECT_THAT(codes, Each(0));
 }
 
 // The ways in which one rank can die in the middle of a world.
@@ -186,7 +169,7 @@ TEST(ProcessFabric, LivenessTellsThatAProcessHasExited) {
 
 TEST(ProcessFabric, RanksThatDoNotArriveAreNamed) {
   const std::string rendezvous = fresh_rendezvous();
-  const auto codes = run_processes(4, [&](int rank) {
+  expect_processes(4, [&](int rank) {
     if (rank == 1 || rank == 3) return;
     const Clock::time_point start = Clock::now();
     EXPECT_THAT(
@@ -194,17 +177,15 @@ TEST(ProcessFabric, RanksThatDoNotArriveAreNamed) {
         AllOf(HasSubstr("ranks 1 and 3 of 4 did not arrive"), HasSubstr(rendezvous)));
     EXPECT_LT(since(start), kAtOnce);
   });
-  EXPECT_THAT(codes, Each(0));
 }
 
 TEST(ProcessFabric, AnAbsentRootIsNamed) {
   const std::string rendezvous = fresh_rendezvous();
-  const auto codes = run_processes(3, [&](int rank) {
+  expect_processes(3, [&](int rank) {
     if (rank == 0) return;
     EXPECT_THAT(timeout_of(ErrorCode::kTimeout, 0, [&] { join(rank, 3, rendezvous, kShort); }),
                 HasSubstr("rank 0 of 3 did not arrive"));
   });
-  EXPECT_THAT(codes, Each(0));
 }
 
 class SilentRank : public ::testing::TestWithParam<int> {};
@@ -213,7 +194,7 @@ TEST_P(SilentRank, IsNamedAtTheDeadlineAndLearnsOfItLater) {
   const int silent = GetParam();
   const std::string rendezvous = fresh_rendezvous();
   SharedWithChildren<std::atomic<int>> num_timed_out;
-  const auto codes = run_processes(4, [&](int rank) {
+  expect_processes(4, [&](int rank) {
     // Long enough for all to arrive in the world even on a busy machine.
     World world = join(rank, 4, rendezvous, milliseconds(3000));
     if (rank == silent) {
@@ -233,7 +214,6 @@ TEST_P(SilentRank, IsNamedAtTheDeadlineAndLearnsOfItLater) {
       EXPECT_TRUE(eventually([&] { return num_timed_out->load() == 3; }));
     }
   });
-  EXPECT_THAT(codes, Each(0));
 }
 
 INSTANTIATE_TEST_SUITE_P(Ranks, SilentRank, ::testing::Values(0, 1, 3));
@@ -241,7 +221,7 @@ INSTANTIATE_TEST_SUITE_P(Ranks, SilentRank, ::testing::Values(0, 1, 3));
 TEST(ProcessFabric, TheSecondClaimantOfARankIsTurnedAway) {
   const std::string rendezvous = fresh_rendezvous();
   SharedWithChildren<std::atomic<int>> num_turned_away;
-  const auto codes = run_processes(5, [&](int child) {
+  expect_processes(5, [&](int child) {
     // Children 0 and 3 both claim rank 0, 1 and 4 both claim rank 1.
     const int rank = child % 3;
     if (rank == 2) {
@@ -258,13 +238,12 @@ TEST(ProcessFabric, TheSecondClaimantOfARankIsTurnedAway) {
       num_turned_away->fetch_add(1);
     }
   });
-  EXPECT_THAT(codes, Each(0));
   EXPECT_EQ(num_turned_away->load(), 2);
 }
 
 TEST(ProcessFabric, ADisagreementOnTheSizeReachesBoth) {
   const std::string rendezvous = fresh_rendezvous();
-  const auto codes = run_processes(2, [&](int child) {
+  expect_processes(2, [&](int child) {
     const int rank = child == 0 ? 0 : 2;
     const int size = child == 0 ? 3 : 8;
     const Clock::time_point start = Clock::now();
@@ -272,15 +251,13 @@ TEST(ProcessFabric, ADisagreementOnTheSizeReachesBoth) {
                 AllOf(HasSubstr("says 3, rank 2"), HasSubstr("says 8")));
     EXPECT_LT(since(start), kAtOnce);
   });
-  EXPECT_THAT(codes, Each(0));
 }
 
 TEST(ProcessFabric, AnotherProtocolVersionIsTold) {
   const std::string rendezvous = fresh_rendezvous();
-  const auto codes = run_processes(2, [&](int rank) {
+  expect_processes(2, [&](int rank) {
     if (rank == 0) {
-      EXPECT_THAT(error_of(ErrorCode::kSpecMismatch, [&] { join(0, 2, rendezvous); }),
-                  HasSubstr("version 99"));
+      EXPECT_ERROR(join(0, 2, rendezvous), ErrorCode::kSpecMismatch, "version 99");
       return;
     }
     Channel channel(connect_to(rendezvous), {.kinds = Intake::of(FrameKind::kFailure)});
@@ -292,12 +269,11 @@ TEST(ProcessFabric, AnotherProtocolVersionIsTold) {
     EXPECT_TRUE(eventually([&] { return (answer = channel.receive()).has_value(); }));
     EXPECT_EQ(answer->header.kind, FrameKind::kFailure);
   });
-  EXPECT_THAT(codes, Each(0));
 }
 
 TEST(ProcessFabric, StrangersAtTheSocketAreIgnored) {
   const std::string rendezvous = fresh_rendezvous();
-  const auto codes = run_processes(3, [&](int rank) {
+  expect_processes(3, [&](int rank) {
     if (rank == 2) {
       const UniqueFd silent = connect_to(rendezvous);
       const UniqueFd leaving = connect_to(rendezvous);
@@ -327,13 +303,12 @@ TEST(ProcessFabric, StrangersAtTheSocketAreIgnored) {
     World world = join(rank, 3, rendezvous);
     check_all_gather(world, 3);
   });
-  EXPECT_THAT(codes, Each(0));
 }
 
 TEST(ProcessFabric, WorldsWithDifferentRendezvousDoNotMix) {
   const std::string one = fresh_rendezvous();
   const std::string other = fresh_rendezvous();
-  const auto codes = run_processes(5, [&](int child) {
+  expect_processes(5, [&](int child) {
     const bool first = child < 2;
     World world = first ? join(child, 2, one) : join(child - 2, 3, other);
     check_all_gather(world, 100);
@@ -341,12 +316,11 @@ TEST(ProcessFabric, WorldsWithDifferentRendezvousDoNotMix) {
     check_all_gather(crossed, 100);
     check_symmetric_memory(world, 4096);
   });
-  EXPECT_THAT(codes, Each(0));
 }
 
 TEST(ProcessFabric, ManyWorldsInSequenceLeakNothing) {
   const std::string rendezvous = fresh_rendezvous();
-  const auto codes = run_processes(3, [&](int rank) {
+  expect_processes(3, [&](int rank) {
     std::size_t fds_before = 0;
     for (int i = 0; i <= 50; ++i) {
       // The same string each time: a finished world must not be in the way of the next.
@@ -362,12 +336,11 @@ TEST(ProcessFabric, ManyWorldsInSequenceLeakNothing) {
       }
     }
   });
-  EXPECT_THAT(codes, Each(0));
 }
 
 TEST(ProcessFabric, FailedWorldsLeakNothingAndTheNextWorks) {
   const std::string rendezvous = fresh_rendezvous();
-  const auto codes = run_processes(2, [&](int rank) {
+  expect_processes(2, [&](int rank) {
     const std::size_t fds_before = num_open_fds();
     for (int i = 0; i < 3; ++i) {
       const std::string absent = rendezvous + " absent " + std::to_string(rank);
@@ -377,7 +350,6 @@ TEST(ProcessFabric, FailedWorldsLeakNothingAndTheNextWorks) {
     World world = join(rank, 2, rendezvous);
     check_all_gather(world, 10);
   });
-  EXPECT_THAT(codes, Each(0));
 }
 
 // UndefinedBehaviorSanitizer opens a pipe to check a virtual call, and fails without descriptors.
@@ -396,23 +368,21 @@ std::vector<UniqueFd> hoard_fds(std::size_t spare) {
 }
 
 TEST(ProcessFabric, ARankWithoutFreeDescriptorsFailsAllButNotTheWorld) {
-  const std::string rendezvous = fresh_rendezvous();
-  const auto codes = run_processes(2, [&](int rank) {
-    World world = join(rank, 2, rendezvous);
+  expect_world(2, [&](World& world) {
+    const int rank = world.rank();
     std::vector<UniqueFd> hoard;
     if (rank == 1) hoard = hoard_fds(0);
-    EXPECT_THAT(error_of(ErrorCode::kSystem, [&] { world.fabric().allocate(4096); }),
-                HasSubstr("rank 1: cannot create a shared memory file"));
+    EXPECT_ERROR(world.fabric().allocate(4096), ErrorCode::kSystem,
+                 "rank 1: cannot create a shared memory file");
     hoard.clear();
     check_symmetric_memory(world, 4096);
   });
-  EXPECT_THAT(codes, Each(0));
 }
 
 TEST(Bootstrap, ALostDescriptorIsReported) {
   for (const int poor : {0, 2}) {
     const std::string rendezvous = fresh_rendezvous();
-    const auto codes = run_processes(3, [&](int rank) {
+    expect_processes(3, [&](int rank) {
       Bootstrap bootstrap(rank, 3, rendezvous, kGenerous);
       std::vector<UniqueFd> hoard;
       // Enough for its own and one from elsewhere.
@@ -420,8 +390,7 @@ TEST(Bootstrap, ALostDescriptorIsReported) {
       std::array<std::byte, 1> mine{};
       std::array<std::byte, 3> all{};
       if (rank == poor) {
-        EXPECT_THAT(error_of(ErrorCode::kSystem, [&] { bootstrap.exchange_fds(STDERR_FILENO); }),
-                    HasSubstr("ulimit -n"));
+        EXPECT_ERROR(bootstrap.exchange_fds(STDERR_FILENO), ErrorCode::kSystem, "ulimit -n");
         timeout_of(ErrorCode::kAborted, poor, [&] { bootstrap.all_gather(mine, all); });
         return;
       }
@@ -434,7 +403,6 @@ TEST(Bootstrap, ALostDescriptorIsReported) {
         EXPECT_THAT(error.what(), HasSubstr("ulimit -n"));
       }
     });
-    EXPECT_THAT(codes, Each(0));
   }
 }
 
@@ -442,7 +410,7 @@ TEST(Bootstrap, ALostDescriptorIsReported) {
 
 TEST(Bootstrap, ExchangesDescriptors) {
   const std::string rendezvous = fresh_rendezvous();
-  const auto codes = run_processes(4, [&](int rank) {
+  expect_processes(4, [&](int rank) {
     Bootstrap bootstrap(rank, 4, rendezvous, kGenerous);
     const std::size_t fds_before = num_open_fds();
     for (int round = 0; round < 20; ++round) {
@@ -471,12 +439,11 @@ TEST(Bootstrap, ExchangesDescriptors) {
     std::array<std::byte, 4> all{};
     bootstrap.all_gather(mine, all);
   });
-  EXPECT_THAT(codes, Each(0));
 }
 
 TEST(Bootstrap, DifferentCollectivesDoNotMeet) {
   const std::string rendezvous = fresh_rendezvous();
-  const auto codes = run_processes(2, [&](int rank) {
+  expect_processes(2, [&](int rank) {
     Bootstrap bootstrap(rank, 2, rendezvous, kGenerous);
     std::array<std::byte, 1> mine{};
     std::array<std::byte, 2> all{};
@@ -488,7 +455,6 @@ TEST(Bootstrap, DifferentCollectivesDoNotMeet) {
                 HasSubstr("rank 0 called exchange_fds"));
     bootstrap.all_gather(mine, all);
   });
-  EXPECT_THAT(codes, Each(0));
 }
 
 }  // namespace

@@ -5,6 +5,7 @@
 #include "gpu/device.h"
 #include "model/errors.h"
 #include "support/accuracy.h"
+#include "support/calls.h"
 #include "support/device_batch.h"
 #include "support/layers.h"
 
@@ -36,69 +37,47 @@ class GpuCalls : public OnGpu<::testing::TestWithParam<int>> {
 INSTANTIATE_TEST_SUITE_P(Tokens, GpuCalls, ::testing::Values(24, 300));
 
 TEST_P(GpuCalls, IdsInI64AndWeightsInBf16) {
-  const std::vector<std::int64_t> wide(batch_.topk_ids.begin(), batch_.topk_ids.end());
-  std::vector<std::uint16_t> codes;
-  Batch rounded = batch_;
-  for (float& weight : rounded.topk_weights) {
-    codes.push_back(f32_to_bf16(weight));
-    weight = bf16_to_f32(codes.back());
-  }
-  const gpu::DeviceBuffer ids = uploaded(wide), weights = uploaded(codes);
+  const WideRouting wide(batch_);
+  const gpu::DeviceBuffer ids = uploaded(wide.ids), weights = uploaded(wide.weights);
   DeviceLayer layer(spec_, weights_, tokens_);
-  const BatchResult expected = layer.run(rounded, DType::kBF16);
-  expect_accurate(spec_, weights_, rounded, expected);
+  const BatchResult expected = layer.run(wide.rounded, DType::kBF16);
+  expect_accurate(spec_, weights_, wide.rounded, expected);
   const BatchResult result =
       layer.run(batch_, DType::kBF16, [&](ForwardInput& input, ForwardOutput&, std::size_t) {
-        input.topk_ids = {ids.data(), DType::kI64, wide.size()};
-        input.topk_weights = {weights.data(), DType::kBF16, codes.size()};
+        input.topk_ids = {ids.data(), DType::kI64, wide.ids.size()};
+        input.topk_weights = {weights.data(), DType::kBF16, wide.weights.size()};
       });
-  EXPECT_EQ(result.ids, rounded.topk_ids);
-  EXPECT_EQ(result.weights, rounded.topk_weights);
+  EXPECT_EQ(result.ids, wide.rounded.topk_ids);
+  EXPECT_EQ(result.weights, wide.rounded.topk_weights);
   EXPECT_TRUE(result.output == expected.output);
 }
 
 TEST_P(GpuCalls, LargeIdsAreNoneWhereAsked) {
-  Batch sentinels = batch_, none = batch_;
-  for (std::size_t i = 0; i < none.topk_ids.size(); i += 3) {
-    sentinels.topk_ids[i] = i % 2 == 0 ? kExperts : 1 << 30;
-    none.topk_ids[i] = kNoExpert;
-    sentinels.topk_weights[i] = NAN;
-  }
+  Sentinels sentinels(batch_, kExperts);
   LayerOptions options;
   options.large_ids_are_none = true;
   DeviceLayer layer(spec_, weights_, tokens_, options);
-  const BatchResult expected = layer.run(none, DType::kBF16);
-  const BatchResult result = layer.run(sentinels, DType::kBF16);
-  EXPECT_EQ(result.ids, none.topk_ids);
+  const BatchResult expected = layer.run(sentinels.without, DType::kBF16);
+  const BatchResult result = layer.run(sentinels.with, DType::kBF16);
+  EXPECT_EQ(result.ids, sentinels.without.topk_ids);
   EXPECT_TRUE(result.output == expected.output);
   EXPECT_EQ(result.stats[0].bad_slots, 0);
-  sentinels.topk_ids[kTopK * 7] = -2;
-  EXPECT_ERROR(layer.run(sentinels, DType::kBF16), ErrorCode::kInvalidArgument,
+  sentinels.with.topk_ids[kTopK * 7] = -2;
+  EXPECT_ERROR(layer.run(sentinels.with, DType::kBF16), ErrorCode::kInvalidArgument,
                "token 7 has expert id -2");
 }
 
 TEST_P(GpuCalls, BadIdsAreSkippedAndCountedWhereAsked) {
-  Batch bad = batch_, good = batch_;
-  std::int64_t count = 0;
-  const auto spoil = [&](std::size_t slot, std::int32_t id) {
-    bad.topk_ids[slot] = id;
-    good.topk_ids[slot] = kNoExpert;
-    ++count;
-  };
-  for (std::size_t t = 5; t < static_cast<std::size_t>(tokens_); t += 6) {
-    for (std::size_t k = 1; k < kTopK; ++k) spoil(t * kTopK + k, bad.topk_ids[t * kTopK]);
-  }
-  spoil(2, kExperts);
-  spoil(9, -7);
+  BadRouting routing(batch_, kExperts, kTopK);
   LayerOptions options;
   options.bad_ids = BadIds::kSkip;
   DeviceLayer layer(spec_, weights_, tokens_, options);
-  const BatchResult expected = layer.run(good, DType::kBF16);
+  const BatchResult expected = layer.run(routing.good, DType::kBF16);
   EXPECT_EQ(expected.stats[0].bad_slots, 0);
-  const BatchResult result = layer.run(bad, DType::kBF16);
-  EXPECT_EQ(result.ids, good.topk_ids);
+  const BatchResult result = layer.run(routing.bad, DType::kBF16);
+  EXPECT_EQ(result.ids, routing.good.topk_ids);
   EXPECT_TRUE(result.output == expected.output);
-  EXPECT_EQ(result.stats[0].bad_slots, count);
+  EXPECT_EQ(result.stats[0].bad_slots, routing.count);
   layer.layer().check();
 }
 
@@ -138,13 +117,7 @@ TEST_P(GpuCalls, TokensOutsideTheHashTableAreSkippedWhereAsked) {
 
 // The layer's routing of given logits: what it makes of them the host's routing makes, too.
 TEST_P(GpuCalls, LogitsAreRoutedAsTheLayerRoutes) {
-  LayerSpec grouped = spec_;
-  grouped.routing.score = ScoreFunction::kSigmoid;
-  grouped.routing.has_correction_bias = true;
-  grouped.routing.num_groups = 4;
-  grouped.routing.top_k_groups = 2;
-  grouped.routing.renormalize = true;
-  grouped.routing.scale = 2.5f;
+  const LayerSpec grouped = grouped_routing(spec_);
   LayerSpec shared = spec_;
   shared.shared_intermediate = 48;
   shared.shared_sigmoid_gate = true;
@@ -208,12 +181,7 @@ TEST_P(GpuCalls, OutputsAreScaledAndAdded) {
           output.scale = 0.5f;
           output.accumulate = true;
         });
-    Matrix expected(1, 1, dtype);
-    for (std::int64_t i = 0; i < tokens_ * spec_.hidden; ++i) {
-      expected.set(0, before.get(i) + 0.5f * plain.output.get(i));
-      const float bound = dtype == DType::kF32 ? 1e-5f : std::abs(expected.get(0)) / 128 + 1e-6f;
-      ASSERT_NEAR(added.output.get(i), expected.get(0), bound) << to_string(dtype) << " " << i;
-    }
+    expect_half_added(added.output, before, plain.output);
   }
 }
 

@@ -56,82 +56,82 @@ TEST_P(GpuExchangeSoak, CallsWithoutABarrier) {
       static_cast<std::uint32_t>(test::number_from("SWITCHYARD_SOAK_EXCHANGES", 3000));
   // Rows of more than one step of a warp, and enough tokens for placing to begin early.
   const SoakShape shape{GetParam(), 32, 4, 2048, 400};
-  std::vector<World> worlds =
-      World::threads(shape.ranks, test::with_deadline(std::chrono::milliseconds(30'000)));
-  test::run_threads(worlds, [&](World& world) {
-    ExchangeSpec spec;
-    spec.hidden = shape.hidden;
-    spec.num_experts = shape.experts;
-    spec.top_k = shape.top_k;
-    spec.max_tokens = shape.max_tokens;
-    ExchangeOptions options;
-    options.backend = Backend::kCuda;
-    options.device = world.rank() % gpu::device_count();
-    gpu::set_device(options.device);
-    const gpu::Stream stream;
-    Exchange exchange(world, spec, options);
-    ExchangeHandle handle = exchange.make_handle();
-    const std::int64_t capacity = exchange.rows_needed();
-    const Arrays arrays(shape, capacity);
-    const SoakMemory memory = arrays.memory();
-    auto* const findings = Arrays::as<SoakFindings>(arrays.findings);
-    soak_load();
-    world.barrier();
-    for (std::uint32_t c = 0; c < calls; ++c) {
-      const bool reuse = c % 7 == 6, in_two = c % 3 == 1;
-      const SoakCall call{shape, world.rank(), c, reuse ? c - 1 : c};
-      const int tokens = soak_tokens(shape, world.rank(), call.ids_of);
-      soak_fill(call, memory, stream.handle());
-      DispatchInput input;
-      input.tokens = {arrays.tokens.data(), DType::kBF16, tokens, shape.hidden, shape.hidden};
-      const auto slots = static_cast<std::size_t>(tokens * shape.top_k);
-      input.reuse = reuse;
-      if (!reuse) {
-        input.ids = {memory.ids, DType::kI32, slots};
-        input.weights = {memory.weights, DType::kF32, slots};
-      }
-      input.stream = stream.handle();
-      DispatchOutput output;
-      output.rows = arrays.rows.data();
-      output.capacity = capacity;
-      output.ends = memory.ends;
-      output.num_rows = memory.num_rows;
-      output.origins = memory.origins;
-      output.weights = memory.row_weights;
-      output.stream = stream.handle();
-      if (in_two) {
-        exchange.dispatch_send(input, handle);
-        exchange.dispatch_recv(output, handle);
-      } else {
-        exchange.dispatch(input, output, handle);
-      }
-      soak_check_rows(call, memory, findings, stream.handle());
-      CombineInput results;
-      results.rows = {arrays.rows.data(), DType::kBF16, capacity, shape.hidden, shape.hidden};
-      results.stream = stream.handle();
-      CombineOutput sums;
-      sums.data = arrays.out.data();
-      sums.dtype = DType::kF32;
-      sums.stream = stream.handle();
-      exchange.combine(results, sums, handle);
-      soak_check_sums(call, memory, findings, stream.handle());
-      // Of this rank alone. A queue of launches that is full would stop this process's threads.
-      if (c % 40 == 39) stream.synchronize();
-    }
-    stream.synchronize();
-    exchange.check();
-    SoakFindings found{};
-    arrays.findings.download(&found, sizeof found);
-    EXPECT_EQ(found.wrong_rows, 0u)
-        << "of " << found.rows << ", first in call " << found.first_wrong - 1;
-    EXPECT_EQ(found.wrong_sums, 0u)
-        << "of " << found.sums << ", first in call " << found.first_wrong - 1;
-    EXPECT_GE(found.rows, calls);
-    EXPECT_EQ(exchange.stats().dispatches, calls);
-    EXPECT_EQ(exchange.stats().combines, calls);
-    // Memory is freed when nobody waits any more.
-    world.barrier();
-  });
+  test::run_threads(
+      World::threads(shape.ranks, test::with_deadline(std::chrono::milliseconds(30'000))),
+      [&](World& world) {
+        ExchangeSpec spec;
+        spec.hidden = shape.hidden;
+        spec.num_experts = shape.experts;
+        spec.top_k = shape.top_k;
+        spec.max_tokens = shape.max_tokens;
+        ExchangeOptions options;
+        options.backend = Backend::kCuda;
+        options.device = world.rank() % gpu::device_count();
+        gpu::set_device(options.device);
+        const gpu::Stream stream;
+        Exchange exchange(world, spec, options);
+        ExchangeHandle handle = exchange.make_handle();
+        const std::int64_t capacity = exchange.rows_needed();
+        const Arrays arrays(shape, capacity);
+        const SoakMemory memory = arrays.memory();
+        auto* const findings = Arrays::as<SoakFindings>(arrays.findings);
+        soak_load();
+        world.barrier();
+        for (std::uint32_t c = 0; c < calls; ++c) {
+          const bool reuse = c % 7 == 6, in_two = c % 3 == 1;
+          const SoakCall call{shape, world.rank(), c, reuse ? c - 1 : c};
+          const int tokens = soak_tokens(shape, world.rank(), call.ids_of);
+          soak_fill(call, memory, stream.handle());
+          DispatchInput input;
+          input.tokens = {arrays.tokens.data(), DType::kBF16, tokens, shape.hidden, shape.hidden};
+          const auto slots = static_cast<std::size_t>(tokens * shape.top_k);
+          input.reuse = reuse;
+          if (!reuse) {
+            input.ids = {memory.ids, DType::kI32, slots};
+            input.weights = {memory.weights, DType::kF32, slots};
+          }
+          input.stream = stream.handle();
+          DispatchOutput output;
+          output.rows = arrays.rows.data();
+          output.capacity = capacity;
+          output.ends = memory.ends;
+          output.num_rows = memory.num_rows;
+          output.origins = memory.origins;
+          output.weights = memory.row_weights;
+          output.stream = stream.handle();
+          if (in_two) {
+            exchange.dispatch_send(input, handle);
+            exchange.dispatch_recv(output, handle);
+          } else {
+            exchange.dispatch(input, output, handle);
+          }
+          soak_check_rows(call, memory, findings, stream.handle());
+          CombineInput results;
+          results.rows = {arrays.rows.data(), DType::kBF16, capacity, shape.hidden, shape.hidden};
+          results.stream = stream.handle();
+          CombineOutput sums;
+          sums.data = arrays.out.data();
+          sums.dtype = DType::kF32;
+          sums.stream = stream.handle();
+          exchange.combine(results, sums, handle);
+          soak_check_sums(call, memory, findings, stream.handle());
+          // Of this rank alone. A queue of launches that is full would stop this process's threads.
+          if (c % 40 == 39) stream.synchronize();
+        }
+        stream.synchronize();
+        exchange.check();
+        SoakFindings found{};
+        arrays.findings.download(&found, sizeof found);
+        EXPECT_EQ(found.wrong_rows, 0u)
+            << "of " << found.rows << ", first in call " << found.first_wrong - 1;
+        EXPECT_EQ(found.wrong_sums, 0u)
+            << "of " << found.sums << ", first in call " << found.first_wrong - 1;
+        EXPECT_GE(found.rows, calls);
+        EXPECT_EQ(exchange.stats().dispatches, calls);
+        EXPECT_EQ(exchange.stats().combines, calls);
+        // Memory is freed when nobody waits any more.
+        world.barrier();
+      });
 }
 
 INSTANTIATE_TEST_SUITE_P(Ranks, GpuExchangeSoak, ::testing::Values(1, 2, 4));

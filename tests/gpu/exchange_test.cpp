@@ -14,7 +14,7 @@
 #include "gpu/device.h"
 #include "gpu/exchange_soak_kernels.h"
 #include "support/device_exchange.h"
-#include "support/exchanges.h"
+#include "support/exchange_checks.h"
 #include "support/numbers.h"
 #include "support/on_gpu.h"
 #include "support/ranks.h"
@@ -34,113 +34,17 @@ const bool kManyQueues = ::setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32", 0) == 0;
 using GpuExchange = OnGpu<::testing::Test>;
 
 ExchangeSpec small_spec(int num_experts = 12, int top_k = 3, int max_tokens = 20) {
-  ExchangeSpec spec;
-  spec.hidden = 144;  // one group of scales, and a shorter one
-  spec.num_experts = num_experts;
-  spec.top_k = top_k;
-  spec.max_tokens = max_tokens;
-  return spec;
+  return small_exchange<Player>(num_experts, top_k, max_tokens);
 }
 
-std::vector<World> worlds_of(int ranks, milliseconds deadline = milliseconds(30'000)) {
-  return World::threads(ranks, test::with_deadline(deadline));
-}
+INSTANTIATE_TYPED_TEST_SUITE_P(OnGpus, ExchangeOf, Player);
 
-std::vector<Matrix> check_round_trip(const ExchangeBatch& batch, DType dtype = DType::kF32,
-                                     const ExchangeOptions& options = {}) {
-  std::vector<Matrix> sums;
-  for (int r = 0; r < batch.ranks; ++r) sums.emplace_back(0, batch.spec.hidden, dtype);
-  std::vector<World> worlds = worlds_of(batch.ranks);
-  test::run_threads(worlds, [&](World& world) {
-    Player player(world, batch.spec, 1, options);
-    sums[static_cast<std::size_t>(world.rank())] = player.round(batch, dtype);
-    EXPECT_EQ(player.handle.tokens(), batch.count(world.rank()));
-  });
-  return sums;
-}
-
-struct Shape {
-  int ranks, num_experts, top_k;
-  RowLayout layout;
-};
-std::ostream& operator<<(std::ostream& out, const Shape& s) {
-  return out << s.ranks << " ranks, " << s.num_experts << " experts, top-" << s.top_k << ", layout "
-             << static_cast<int>(s.layout.kind) << " of " << s.layout.size;
-}
-
-class GpuExchangeShapes : public OnGpu<::testing::TestWithParam<Shape>> {};
-
-TEST_P(GpuExchangeShapes, RowsArriveAndResultsComeBack) {
-  const Shape& shape = GetParam();
-  for (std::uint64_t seed = 1; seed <= 6; ++seed) {
-    SCOPED_TRACE(seed);
-    ExchangeSpec spec = small_spec(shape.num_experts, shape.top_k, seed == 6 ? 700 : 20);
-    spec.layout = shape.layout;
-    if (seed == 6 && spec.layout.kind == RowLayout::Kind::kPadded) spec.layout.size = 0;
-    if (seed % 3 == 1) spec.weights = CombineWeights::kBySender;
-    if (seed % 3 == 2) spec.weights = CombineWeights::kNone;
-    spec.pre_sum = seed % 3 != 0 && seed > 3;
-    spec.combine = seed % 2 == 0 ? DType::kBF16 : DType::kF32;
-    spec.large_ids_are_none = seed % 2 == 0;
-    check_round_trip(ExchangeBatch(spec, shape.ranks, DType::kBF16, seed));
-    if (HasFatalFailure() || HasNonfatalFailure()) return;
-  }
-}
-
-INSTANTIATE_TEST_SUITE_P(
-    Sizes, GpuExchangeShapes,
-    ::testing::Values(Shape{1, 12, 3, RowLayout::packed()}, Shape{1, 12, 3, RowLayout::padded(0)},
-                      Shape{2, 12, 3, RowLayout::packed()}, Shape{2, 13, 8, RowLayout::blocked(16)},
-                      Shape{3, 12, 1, RowLayout::blocked(7)}, Shape{3, 7, 7, RowLayout::padded(0)},
-                      Shape{4, 12, 3, RowLayout::packed()}, Shape{4, 64, 6, RowLayout::padded(100)},
-                      Shape{4, 3, 2, RowLayout::blocked(64)},  // a rank without experts
-                      Shape{8, 32, 8, RowLayout::packed()}, Shape{8, 5, 3, RowLayout::padded(0)},
-                      Shape{8, 40, 32, RowLayout::blocked(1)},
-                      Shape{8, 1024, 8, RowLayout::blocked(128)}));
-
-TEST_F(GpuExchange, AllTypesOfTokens) {
-  const auto check = [](DType input, DType wire, DType result, DType out) {
-    SCOPED_TRACE(::testing::Message() << to_string(input) << " as " << to_string(wire) << ", "
-                                      << to_string(result) << " to " << to_string(out));
-    ExchangeSpec spec = small_spec();
-    spec.dispatch = wire;
-    spec.combine = result;
-    check_round_trip(ExchangeBatch(spec, 3, input, 5), out);
-    spec.hidden = 1040;  // more than one step of a warp
-    spec.weights = CombineWeights::kBySender;
-    spec.pre_sum = true;
-    check_round_trip(ExchangeBatch(spec, 3, input, 6), out);
-  };
-  for (const DType dtype : {DType::kBF16, DType::kF16, DType::kF32}) {
-    check(dtype, dtype, dtype, dtype);
-    check(dtype, kFp8, DType::kBF16, dtype);
-  }
-  check(kFp8, kFp8, DType::kF16, DType::kBF16);
-}
-
-TEST_F(GpuExchange, NobodyHasTokens) {
-  check_round_trip(ExchangeBatch(small_spec(), 4, DType::kBF16, 1, {0, 0, 0, 0}));
-}
-TEST_F(GpuExchange, OneRankHasTheMost) {
-  check_round_trip(ExchangeBatch(small_spec(), 4, DType::kBF16, 1, {0, 20, 0, 1}));
-}
-TEST_F(GpuExchange, OneRankReceivesAllThereCanBe) {
-  for (const RowLayout& layout :
-       {RowLayout::packed(), RowLayout::blocked(8), RowLayout::padded(0)}) {
-    ExchangeSpec spec = small_spec(8, 2);
-    spec.layout = layout;
-    ExchangeBatch batch(spec, 4, DType::kBF16, 3, {20, 20, 20, 20});
-    for (auto& ids : batch.ids) {
-      for (std::size_t i = 0; i < ids.size(); ++i) ids[i] = static_cast<std::int64_t>(i % 2 + 2);
-    }
-    check_round_trip(batch);
-  }
-}
-TEST_F(GpuExchange, ExpertsInOtherPlaces) {
-  ExchangeSpec spec = small_spec(6, 3);
-  spec.placement.expert_at = {5, 4, 3, 2, 1, 0, 0, 3};  // two experts twice
-  for (const int ranks : {1, 2, 4}) check_round_trip(ExchangeBatch(spec, ranks, DType::kBF16, 4));
-}
+class GpuExchangeShapes : public OnGpu<::testing::TestWithParam<ExchangeShape>> {};
+TEST_P(GpuExchangeShapes, RowsArriveAndResultsComeBack) { check_shape<Player>(GetParam(), 700); }
+INSTANTIATE_TEST_SUITE_P(Sizes, GpuExchangeShapes, ::testing::ValuesIn(exchange_shapes()));
+INSTANTIATE_TEST_SUITE_P(Large, GpuExchangeShapes,
+                         ::testing::Values(ExchangeShape{8, 40, 32, RowLayout::blocked(1)},
+                                           ExchangeShape{8, 1024, 8, RowLayout::blocked(128)}));
 
 // Whole models' rows, many tokens, few SMs.
 TEST_F(GpuExchange, LargeRowsOnFewSms) {
@@ -149,26 +53,11 @@ TEST_F(GpuExchange, LargeRowsOnFewSms) {
     options.max_sms = sms;
     ExchangeSpec spec = small_spec(64, 8, 300);
     spec.hidden = 7168;
-    check_round_trip(ExchangeBatch(spec, 4, DType::kBF16, 2, {300, 1, 0, 257}), DType::kBF16,
-                     options);
+    check_round_trip<Player>(ExchangeBatch(spec, 4, DType::kBF16, 2, {300, 1, 0, 257}),
+                             DType::kBF16, options);
     spec.dispatch = kFp8;
-    check_round_trip(ExchangeBatch(spec, 2, DType::kBF16, 2, {300, 2}), DType::kBF16, options);
-  }
-}
-
-TEST_F(GpuExchange, SameBitsOnAnyNumberOfRanks) {
-  const ExchangeSpec spec = small_spec(24, 5, 40);
-  const ExchangeBatch one(spec, 1, DType::kBF16, 9, {40});
-  const std::vector<Matrix> alone = check_round_trip(one, DType::kBF16);
-  for (const int ranks : {2, 3, 8}) {
-    ExchangeBatch batch = one;
-    batch.ranks = ranks;
-    for (int r = 1; r < ranks; ++r) {
-      batch.tokens.emplace_back(0, spec.hidden, DType::kBF16);
-      batch.ids.emplace_back();
-      batch.weights.emplace_back();
-    }
-    EXPECT_TRUE(check_round_trip(batch, DType::kBF16)[0] == alone[0]) << ranks;
+    check_round_trip<Player>(ExchangeBatch(spec, 2, DType::kBF16, 2, {300, 2}), DType::kBF16,
+                             options);
   }
 }
 
@@ -185,8 +74,7 @@ TEST_F(GpuExchange, HundredsOfCallsWithoutABarrier) {
     for (std::size_t i = 0; i < kBatches; ++i) {
       batches.emplace_back(spec, ranks, DType::kBF16, 20 + i);
     }
-    std::vector<World> worlds = worlds_of(ranks);
-    test::run_threads(worlds, [&](World& world) {
+    test::run_threads(Player::worlds(ranks), [&](World& world) {
       Player player(world, spec, kBatches);
       for (std::size_t i = 0; i < kBatches; ++i) player.round(batches[i], DType::kF32, i);
       const auto poison_sums = [&](std::size_t i) {
@@ -195,7 +83,7 @@ TEST_F(GpuExchange, HundredsOfCallsWithoutABarrier) {
       };
       for (std::size_t i = 0; i < kBatches; ++i) {
         poison_sums(i);
-        player.arrays(i).poison(player.spec(), player.own());
+        player.load(batches[i], i);
       }
       for (int c = 0; c < calls; ++c) {
         const std::size_t i = static_cast<std::size_t>(c) % kBatches;
@@ -227,72 +115,10 @@ TEST_F(GpuExchange, GraphsAreReplayedWithOtherRouting) {
     for (std::uint64_t seed = 0; seed < 4; ++seed) {
       batches.emplace_back(spec, ranks, DType::kBF16, 40 + seed, counts);
     }
-    std::vector<World> worlds = worlds_of(ranks);
-    test::run_threads(worlds, [&](World& world) {
+    test::run_threads(Player::worlds(ranks), [&](World& world) {
       Player player(world, spec);
-      player.round(batches[0], DType::kF32);
-      world.barrier();
-      gpu::Graph dispatch = gpu::Graph::capture(*player.stream, [&] { player.enqueue_dispatch(); });
-      gpu::Graph both = gpu::Graph::capture(*player.stream, [&] {
-        player.enqueue_dispatch();
-        player.enqueue_combine(DType::kF32);
-      });
-      // Once each, so that nothing is loaded or allocated later.
-      dispatch.launch(*player.stream);
-      both.launch(*player.stream);
-      player.stream->synchronize();
-      world.barrier();
-      for (const ExchangeBatch& batch : batches) {
-        player.arrays().load(batch, world.rank());
-        player.arrays().poison(player.spec(), player.own());
-        dispatch.launch(*player.stream);
-        const ExchangeArrays got = player.got();
-        wrong_rows(batch, world.rank(), player.spec().layout, got);
-        player.upload_results(batch, got);
-        for (int i = 0; i < 7; ++i) both.launch(*player.stream);
-        wrong_sums(batch, world.rank(), player.sums(batch, DType::kF32));
-        wrong_rows(batch, world.rank(), player.spec().layout, player.got());
-      }
-    });
-  }
-}
-
-TEST_F(GpuExchange, HandlesAreUsedAgain) {
-  for (const bool pre_sum : {false, true}) {
-    ExchangeSpec spec = small_spec();
-    spec.layout = RowLayout::blocked(4);
-    spec.weights = CombineWeights::kBySender;
-    spec.pre_sum = pre_sum;
-    const ExchangeBatch a(spec, 3, DType::kBF16, 1, {11, 20, 0});
-    const ExchangeBatch b(spec, 3, DType::kBF16, 2);
-    const ExchangeBatch c(spec, 3, DType::kBF16, 3, {11, 20, 0});  // its tokens, with a's ids
-    std::vector<World> worlds = worlds_of(3);
-    test::run_threads(worlds, [&](World& world) {
-      Player player(world, spec, 3);
-      ExchangeHandle second = player.exchange().make_handle();
-      world.barrier();
-      player.round(a, DType::kF32, 0);
-      const ExchangeArrays of_a = player.got(0);
-      const std::uint64_t fresh_bytes = player.exchange().stats().dispatch_bytes;
-      std::swap(player.handle, second);
-      player.round(b, DType::kF32, 1);
-      std::swap(player.handle, second);
-      player.arrays(2).load(c, world.rank());
-      for (int i = 0; i < 3; ++i) {
-        player.arrays(2).poison(player.spec(), player.own());
-        DispatchInput input = player.arrays(2).input(*player.stream);
-        input.ids = input.weights = {};
-        input.reuse = true;
-        player.exchange().dispatch(input, player.arrays(2).output(player.spec(), *player.stream),
-                                   player.handle);
-        wrong_rows(a, world.rank(), spec.layout, player.got(2), true, &c);
-        EXPECT_LE(player.exchange().stats().dispatch_bytes, fresh_bytes);
-        EXPECT_EQ(player.exchange().rows_needed(player.handle, player.stream->handle()),
-                  first_row_of(spec.layout, {of_a.counts.begin(), of_a.counts.end()},
-                               of_a.counts.size()));
-        player.enqueue_combine(DType::kF32, 0);
-        wrong_sums(a, world.rank(), player.sums(a, DType::kF32, 0));
-      }
+      player.round(batches[0]);
+      check_graphs(player, batches);
     });
   }
 }
@@ -303,12 +129,11 @@ TEST_F(GpuExchange, AThousandStartsOnASharedGpu) {
   for (const int ranks : {2, 4, 8}) {
     const ExchangeSpec spec = small_spec();
     const ExchangeBatch batch(spec, ranks, DType::kBF16, 7);
-    std::vector<World> worlds = worlds_of(ranks);
-    test::run_threads(worlds, [&](World& world) {
+    test::run_threads(Player::worlds(ranks), [&](World& world) {
       ExchangeOptions options;
       options.deadline = std::chrono::seconds(5);
       Player player(world, spec, 1, options);
-      player.round(batch, DType::kF32);
+      player.round(batch);
       for (int start = 0; start < starts; ++start) {
         world.barrier();
         for (int i = 0; i < 2; ++i) {
@@ -324,35 +149,6 @@ TEST_F(GpuExchange, AThousandStartsOnASharedGpu) {
   }
 }
 
-TEST_F(GpuExchange, RanksThatReuseDifferentHandlesAreTold) {
-  const ExchangeSpec spec = small_spec();
-  const ExchangeBatch batch(spec, 2, DType::kBF16, 1, {5, 6});
-  std::vector<World> worlds = worlds_of(2);
-  test::run_threads(worlds, [&](World& world) {
-    Player player(world, spec);
-    player.round(batch, DType::kF32);
-    DispatchInput input = player.arrays().input(*player.stream);
-    if (world.rank() == 0) {
-      input.ids = input.weights = {};
-      input.reuse = true;
-    }
-    player.exchange().dispatch(input, player.arrays().output(player.spec(), *player.stream),
-                               player.handle);
-    player.stream->synchronize();
-    try {
-      player.exchange().check();
-      ADD_FAILURE() << "rank " << world.rank() << " noticed nothing";
-    } catch (const Error& error) {
-      const bool mismatch = error.code() == ErrorCode::kSpecMismatch;
-      EXPECT_TRUE(mismatch || error.code() == ErrorCode::kAborted) << error.what();
-      if (mismatch) {
-        EXPECT_THAT(error.what(), HasSubstr("reuse handles of the same dispatch"));
-      }
-    }
-    EXPECT_THROW(player.exchange().check(), TimeoutError);
-  });
-}
-
 // For a caller that allocates exactly. Too little room is told by the next call, and what has room
 // is there.
 TEST_F(GpuExchange, ExactAllocationAndTooLittleRoom) {
@@ -361,17 +157,14 @@ TEST_F(GpuExchange, ExactAllocationAndTooLittleRoom) {
     ExchangeSpec spec = small_spec();
     spec.layout = layout;
     const ExchangeBatch batch(spec, 3, DType::kBF16, 8, {20, 13, 20});
-    std::vector<World> worlds = worlds_of(3);
-    test::run_threads(worlds, [&](World& world) {
+    test::run_threads(Player::worlds(3), [&](World& world) {
       Player player(world, spec);
       for (int i = 0; i < 3; ++i) {
-        player.arrays().load(batch, world.rank());
-        player.arrays().poison(player.spec(), player.own());
-        player.exchange().dispatch_send(player.arrays().input(*player.stream), player.handle);
-        const std::int64_t rows =
-            player.exchange().rows_needed(player.handle, player.stream->handle());
+        player.load(batch);
+        player.exchange().dispatch_send(player.input(), player.handle);
+        const std::int64_t rows = player.rows_that_came();
         EXPECT_LE(rows, player.exchange().rows_needed());
-        DispatchOutput output = player.arrays().output(player.spec(), *player.stream);
+        DispatchOutput output = player.output();
         output.capacity = i == 1 ? 1 : rows;
         player.exchange().dispatch_recv(output, player.handle);
         player.stream->synchronize();
@@ -391,10 +184,9 @@ TEST_F(GpuExchange, MoreRowsThanAPaddedExpertHasRoomFor) {
   ExchangeSpec spec = small_spec(4, 2);
   spec.layout = RowLayout::padded(8);
   const ExchangeBatch batch(spec, 2, DType::kBF16, 8, {20, 20});
-  std::vector<World> worlds = worlds_of(2);
-  test::run_threads(worlds, [&](World& world) {
+  test::run_threads(Player::worlds(2), [&](World& world) {
     Player player(world, spec);
-    player.arrays().load(batch, world.rank());
+    player.load(batch);
     player.enqueue_dispatch();
     player.stream->synchronize();
     const std::string message =
@@ -411,55 +203,33 @@ TEST_F(GpuExchange, MoreRowsThanAPaddedExpertHasRoomFor) {
   });
 }
 
-TEST_F(GpuExchange, IdsThatNoExpertHasAreTold) {
+// It is told once, and the other slots arrive.
+TEST_F(GpuExchange, BadIdsAreTold) {
   const ExchangeSpec spec = small_spec();
-  for (const std::int64_t bad :
-       {std::int64_t{spec.num_experts}, std::int64_t{-2}, std::int64_t{1} << 40}) {
+  const auto told = [&](std::int64_t bad, const char* words, bool others_are_right) {
     ExchangeBatch batch(spec, 2, DType::kBF16, 1, {7, 9});
     batch.ids[1][4] = bad;
-    std::vector<World> worlds = worlds_of(2);
-    test::run_threads(worlds, [&](World& world) {
+    if (!others_are_right) batch.ids[1][3] = bad;
+    test::run_threads(Player::worlds(2), [&](World& world) {
       Player player(world, spec);
-      player.arrays().load(batch, world.rank());
-      player.arrays().poison(player.spec(), player.own());
-      player.exchange().dispatch_send(player.arrays().input(*player.stream), player.handle);
+      player.load(batch);
+      player.exchange().dispatch_send(player.input(), player.handle);
       player.stream->synchronize();
       if (world.rank() == 1) {
         const std::string message =
             test::error_of(ErrorCode::kInvalidArgument, [&] { player.exchange().check(); });
-        EXPECT_THAT(message, HasSubstr("token 1 has expert id"));
+        EXPECT_THAT(message, HasSubstr(words));
       }
-      // It is told once. The other slots arrive.
-      player.exchange().dispatch_recv(player.arrays().output(player.spec(), *player.stream),
-                                      player.handle);
-      player.stream->synchronize();
-      wrong_rows(batch, world.rank(), spec.layout, player.got());
-      player.exchange().check();
+      player.exchange().dispatch_recv(player.output(), player.handle);
+      const ExchangeArrays got = player.got();
+      if (others_are_right) wrong_rows(batch, world.rank(), spec.layout, got);
     });
+  };
+  for (const std::int64_t bad :
+       {std::int64_t{spec.num_experts}, std::int64_t{-2}, std::int64_t{1} << 40}) {
+    told(bad, "token 1 has expert id", true);
   }
-}
-
-TEST_F(GpuExchange, AnExpertTwiceIsTold) {
-  const ExchangeSpec spec = small_spec();
-  ExchangeBatch batch(spec, 2, DType::kBF16, 1, {7, 9});
-  batch.ids[1][4] = batch.ids[1][3] = 5;
-  std::vector<World> worlds = worlds_of(2);
-  test::run_threads(worlds, [&](World& world) {
-    Player player(world, spec);
-    player.arrays().load(batch, world.rank());
-    player.exchange().dispatch_send(player.arrays().input(*player.stream), player.handle);
-    player.stream->synchronize();
-    if (world.rank() == 1) {
-      const std::string message =
-          test::error_of(ErrorCode::kInvalidArgument, [&] { player.exchange().check(); });
-      EXPECT_THAT(message, HasSubstr("token 1 names expert 5 twice"));
-    }
-    // It is told once. The other slots arrive.
-    player.exchange().dispatch_recv(player.arrays().output(player.spec(), *player.stream),
-                                    player.handle);
-    player.stream->synchronize();
-    EXPECT_NO_THROW(player.exchange().check());
-  });
+  told(5, "token 1 names expert 5 twice", false);
 }
 
 // A send ends although nobody receives, and no other rank has sent. So what comes between it and
@@ -467,55 +237,24 @@ TEST_F(GpuExchange, AnExpertTwiceIsTold) {
 TEST_F(GpuExchange, SendsWaitForNobody) {
   const ExchangeSpec spec = small_spec();
   const ExchangeBatch batch(spec, 2, DType::kBF16, 1, {20, 20});
-  std::vector<World> worlds = worlds_of(2);
-  test::run_threads(worlds, [&](World& world) {
+  test::run_threads(Player::worlds(2), [&](World& world) {
     Player player(world, spec);
-    player.arrays().load(batch, world.rank());
-    player.arrays().poison(player.spec(), player.own());
+    player.load(batch);
     gpu::DeviceBuffer other(std::size_t{1} << 26);
     gpu::Event sent, worked, received;
     if (world.rank() == 1) world.barrier();
-    player.exchange().dispatch_send(player.arrays().input(*player.stream), player.handle);
+    player.exchange().dispatch_send(player.input(), player.handle);
     sent.record(*player.stream);
     other.fill(1, *player.stream);
     worked.record(*player.stream);
     worked.synchronize();
     if (world.rank() == 0) world.barrier();
-    player.exchange().dispatch_recv(player.arrays().output(player.spec(), *player.stream),
-                                    player.handle);
+    player.exchange().dispatch_recv(player.output(), player.handle);
     received.record(*player.stream);
     EXPECT_GT(gpu::Event::elapsed_us(sent, worked), 0);
     EXPECT_GT(gpu::Event::elapsed_us(worked, received), 0);
     wrong_rows(batch, world.rank(), player.spec().layout, player.got());
   });
-}
-
-TEST_F(GpuExchange, BytesThatCross) {
-  ExchangeSpec spec = small_spec(8, 4);
-  spec.weights = CombineWeights::kBySender;
-  ExchangeBatch batch(spec, 2, DType::kBF16, 1, {10, 0});
-  for (std::size_t i = 0; i < batch.ids[0].size(); ++i) {
-    batch.ids[0][i] = static_cast<std::int64_t>(i % 4 + 4);  // all of rank 1
-  }
-  for (const bool pre_sum : {false, true}) {
-    batch.spec.pre_sum = pre_sum;
-    std::vector<World> worlds = worlds_of(2);
-    test::run_threads(worlds, [&](World& world) {
-      Player player(world, batch.spec);
-      player.round(batch, DType::kF32);
-      const ExchangeStats& stats = player.exchange().stats();
-      if (world.rank() == 0) {
-        EXPECT_EQ(stats.tokens_sent, 10);
-        EXPECT_EQ(stats.dispatch_bytes, 10u * 144 * 2 + 40u * 16);
-        EXPECT_EQ(stats.combine_bytes, 0u);
-      } else {
-        EXPECT_EQ(stats.dispatch_bytes, 0u);
-        EXPECT_EQ(stats.rows_received, 40);
-        EXPECT_EQ(stats.rows_returned, pre_sum ? 10 : 40);
-        EXPECT_EQ(stats.combine_bytes, (pre_sum ? 10u : 40u) * 144 * 2);
-      }
-    });
-  }
 }
 
 // Within some deadlines every other rank says who is late, in this call and in all later ones.
@@ -526,12 +265,12 @@ TEST_P(GpuExchangeStall, EveryOtherRankNamesTheStalledOne) {
   const bool in_combine = GetParam();
   const ExchangeSpec spec = small_spec();
   const ExchangeBatch batch(spec, kRanks, DType::kBF16, 1, {20, 20, 20, 20});
-  std::vector<World> worlds = worlds_of(kRanks, milliseconds(2'000));
+  std::vector<World> worlds = Player::worlds(kRanks, milliseconds(2'000));
   std::barrier all_told(kRanks);
   test::run_threads(worlds, [&](World& world) {
     Player player(world, spec);
     const bool stalls = world.rank() == kStalled;
-    for (int i = 0; i < 3; ++i) player.round(batch, DType::kF32);
+    for (int i = 0; i < 3; ++i) player.round(batch);
     if (in_combine) player.enqueue_dispatch();
     const auto until = std::chrono::steady_clock::now() + std::chrono::seconds(20);
     std::optional<WaitFailure> failure;
@@ -570,7 +309,7 @@ TEST_P(GpuExchangeStall, EveryOtherRankNamesTheStalledOne) {
   // The world lives.
   test::run_threads(worlds, [&](World& world) {
     Player player(world, spec);
-    player.round(batch, DType::kF32);
+    player.round(batch);
   });
 }
 
@@ -584,15 +323,14 @@ TEST_F(GpuExchange, WorkBetweenSendAndReceive) {
   ExchangeOptions options;
   options.trace = true;
   std::vector<PassTrace> traces(2);
-  std::vector<World> worlds = worlds_of(2);
+  std::vector<World> worlds = Player::worlds(2);
   Gate gate;
   test::run_threads(worlds, [&](World& world) {
     Player player(world, spec, 1, options);
-    player.arrays().load(batch, world.rank());
-    player.arrays().poison(player.spec(), player.own());
+    player.load(batch);
     world.barrier();
     const auto send = [&] {
-      player.exchange().dispatch_send(player.arrays().input(*player.stream), player.handle);
+      player.exchange().dispatch_send(player.input(), player.handle);
       player.stream->synchronize();
     };
     // Rank 1 sends when rank 0 has sent, and rank 0 receives when rank 1 has.
@@ -604,8 +342,7 @@ TEST_F(GpuExchange, WorkBetweenSendAndReceive) {
       send();
       gate.open();
     }
-    player.exchange().dispatch_recv(player.arrays().output(player.spec(), *player.stream),
-                                    player.handle);
+    player.exchange().dispatch_recv(player.output(), player.handle);
     const ExchangeArrays got = player.got();
     wrong_rows(batch, world.rank(), spec.layout, got);
     player.upload_results(batch, got);
@@ -658,7 +395,7 @@ TEST_F(GpuExchange, WorkBetweenSendAndReceive) {
 
 TEST_F(GpuExchange, WhatIsNotThereIsRefused) {
   const auto refused = [](const ExchangeSpec& spec, const ExchangeOptions& options) {
-    std::vector<World> worlds = worlds_of(1);
+    std::vector<World> worlds = Player::worlds(1);
     return test::error_of(ErrorCode::kUnsupported,
                           [&] { Exchange exchange(worlds[0], spec, options_of(0, options)); });
   };

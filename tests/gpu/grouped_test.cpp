@@ -357,6 +357,15 @@ TEST_F(GpuGroupedGemm, SameBitsInEveryLayout) {
   }
 }
 
+gpu::Graph replayed_once(GroupedGemm& op, GroupedInput input, const GroupedOutput& output,
+                         const gpu::Stream& stream) {
+  input.stream = stream.handle();
+  gpu::Graph graph = gpu::Graph::capture(stream, [&] { op.run(input, output); });
+  graph.launch(stream);
+  stream.synchronize();
+  return graph;
+}
+
 // The ends may change between replays: nothing is read by the host.
 TEST_F(GpuGroupedGemm, GraphsReadTheEndsOfTheirReplay) {
   Case c = wide_case();
@@ -379,10 +388,7 @@ TEST_F(GpuGroupedGemm, GraphsReadTheEndsOfTheirReplay) {
         input.ends = moved(given, ends);
         output.data = out_there.data();
         const gpu::Stream stream;
-        input.stream = stream.handle();
-        gpu::Graph graph = gpu::Graph::capture(stream, [&] { op.run(input, output); });
-        graph.launch(stream);
-        stream.synchronize();
+        gpu::Graph graph = replayed_once(op, input, output, stream);
         std::vector<std::byte> untouched(out.size());
         out_there.download(untouched.data(), untouched.size());
         EXPECT_TRUE(std::equal(untouched.begin(), untouched.end(), out.begin())) << "no rows yet";
@@ -646,10 +652,7 @@ TEST_F(GpuGroupedGemm, ConvertedRowsAreCapturedAfterACallOfTheirSize) {
           input.index = moved(input.index, index);
           output.data = out_there.data();
           const gpu::Stream stream;
-          input.stream = stream.handle();
-          gpu::Graph graph = gpu::Graph::capture(stream, [&] { op.run(input, output); });
-          graph.launch(stream);
-          stream.synchronize();
+          replayed_once(op, input, output, stream);
           out_there.download(out.data(), out.size());
         });
   };

@@ -52,15 +52,6 @@ void pass_late(DeviceRank& rank, DeviceBatch& share, microseconds late) {
   rank.world().barrier();
 }
 
-bool has_rows(const BatchResult& mine, const BatchResult& all, const Shares& shares, int rank,
-              int hidden) {
-  const auto r = static_cast<std::size_t>(rank);
-  return shares.count[r] == 0 ||
-         std::memcmp(mine.output.view().data,
-                     all.output.rows_from(shares.first[r], shares.count[r]).data,
-                     static_cast<std::size_t>(shares.count[r] * hidden) * 2) == 0;
-}
-
 // Passes with each of these delays, in turns with one in which nobody is late, must have the bits
 // and the statistics of passes that wait.
 void expect_same_bits(const LayerSpec& spec, const MoeWeights& weights, const Batch& batch,
@@ -76,12 +67,11 @@ void expect_same_bits(const LayerSpec& spec, const MoeWeights& weights, const Ba
     run_all_ranks(World::threads(ranks), [&](const World& world) {
       const auto r = static_cast<std::size_t>(world.rank());
       DeviceRank rank(world, spec, weights, max_tokens, options);
-      DeviceBatch share(spec, share_of_batch(batch, shares, world.rank(), spec.top_k),
-                        DType::kBF16);
+      DeviceBatch share = rank.share(batch, shares);
       for (const Delays& late : delays) {
         for (const microseconds mine : {late[r], microseconds(0)}) {
           pass_late(rank, share, mine);
-          EXPECT_TRUE(has_rows(share.fetch(), expected, shares, world.rank(), spec.hidden))
+          EXPECT_TRUE(has_rows_of(share.fetch(), expected, shares, world.rank()))
               << "rank " << r << ", late by " << mine.count() << " us, patience "
               << patience.count();
           const ForwardStats stats = rank.layer().stats();
@@ -237,8 +227,7 @@ TEST_F(LateOnGpu, WorksBeforeTheLateRankComes) {
       options.patience = waits ? kForEver : microseconds(20);
       run_all_ranks(World::threads(2), [&](const World& world) {
         DeviceRank rank(world, spec, w, kTokens, options);
-        DeviceBatch share(spec, share_of_batch(batch, shares, world.rank(), spec.top_k),
-                          DType::kBF16);
+        DeviceBatch share = rank.share(batch, shares);
         pass_late(rank, share, microseconds(0));
         pass_late(rank, share, milliseconds(world.rank() == 1 ? 20 : 0));
         const PassTrace trace = rank.layer().trace();
@@ -279,7 +268,7 @@ TEST_F(LateOnGpu, InAGraph) {
   options.patience = microseconds(20);
   run_all_ranks(World::threads(2), [&](const World& world) {
     DeviceRank rank(world, spec, w, 400, options);
-    DeviceBatch share(spec, share_of_batch(batch, shares, world.rank(), spec.top_k), DType::kBF16);
+    DeviceBatch share = rank.share(batch, shares);
     gpu::Graph graph =
         gpu::Graph::capture(rank.stream(), [&] { share.enqueue(rank.layer(), rank.stream()); });
     EXPECT_EQ(graph.num_kernel_nodes(), 1);
@@ -293,7 +282,7 @@ TEST_F(LateOnGpu, InAGraph) {
     }
     rank.stream().synchronize();
     rank.world().barrier();
-    EXPECT_TRUE(has_rows(share.fetch(), expected, shares, world.rank(), spec.hidden));
+    EXPECT_TRUE(has_rows_of(share.fetch(), expected, shares, world.rank()));
     EXPECT_EQ(rank.layer().stats().epoch, 60u);
     rank.world().barrier();
   });
@@ -312,29 +301,7 @@ TEST_F(LateOnGpu, ADeadRankIsNamed) {
     const Shares shares = Shares::even(600, ranks);
     for (const int absent : {0, ranks - 1}) {
       SCOPED_TRACE(::testing::Message() << "rank " << absent << " of " << ranks << " is absent");
-      run_all_ranks(World::threads(ranks), [&](const World& world) {
-        DeviceRank rank(world, spec, w, 300, options);
-        DeviceBatch share(spec, share_of_batch(batch, shares, world.rank(), spec.top_k),
-                          DType::kBF16);
-        rank.forward(share);
-        if (world.rank() != absent) share.enqueue(rank.layer(), rank.stream());
-        rank.stream().synchronize();
-        rank.world().barrier();
-        if (world.rank() == absent) {
-          rank.world().barrier();
-          return;
-        }
-        try {
-          rank.layer().stats();
-          ADD_FAILURE() << "nothing was thrown";
-        } catch (const TimeoutError& error) {
-          EXPECT_EQ(error.failure().peer_rank, absent) << error.what();
-          EXPECT_STREQ(error.failure().phase, "counts") << error.what();
-          EXPECT_EQ(error.failure().epoch, 2u) << error.what();
-        }
-        EXPECT_THROW(share.enqueue(rank.layer(), rank.stream()), TimeoutError);
-        rank.world().barrier();
-      });
+      expect_absent_is_named(spec, w, batch, shares, absent, options);
       if (HasFailure()) return;
     }
   }
@@ -354,11 +321,10 @@ TEST_F(LateOnGpu, RanksThatDifferInPatience) {
       LayerOptions mine = options;
       if (world.rank() != patient) mine.patience = microseconds(10);
       DeviceRank rank(world, spec, w, 300, mine);
-      DeviceBatch share(spec, share_of_batch(batch, shares, world.rank(), spec.top_k),
-                        DType::kBF16);
+      DeviceBatch share = rank.share(batch, shares);
       for (const Delays& late : all_delays(3)) {
         pass_late(rank, share, late[static_cast<std::size_t>(world.rank())]);
-        EXPECT_TRUE(has_rows(share.fetch(), expected, shares, world.rank(), spec.hidden));
+        EXPECT_TRUE(has_rows_of(share.fetch(), expected, shares, world.rank()));
         rank.world().barrier();
       }
     });
@@ -402,8 +368,7 @@ TEST_F(LateOnGpu, SoakOfRandomLatenessAndSizes) {
       std::vector<std::unique_ptr<DeviceBatch>> mine_of;
       for (int b = 0; b < kBatches; ++b) {
         const auto i = static_cast<std::size_t>(b);
-        mine_of.push_back(std::make_unique<DeviceBatch>(
-            spec, share_of_batch(batches[i], shares[i], world.rank(), spec.top_k), DType::kBF16));
+        mine_of.push_back(std::make_unique<DeviceBatch>(rank.share(batches[i], shares[i])));
       }
       rank.world().barrier();
       std::mt19937_64 which(seed), delay(seed + 1 + static_cast<std::uint64_t>(world.rank()));
@@ -415,7 +380,7 @@ TEST_F(LateOnGpu, SoakOfRandomLatenessAndSizes) {
         if (n % 7 != 0 && n + 1 != passes) continue;
         rank.stream().synchronize();
         rank.world().barrier();  // nobody copies while another's pass is under way
-        if (!has_rows(mine_of[b]->fetch(), expected[b], shares[b], world.rank(), spec.hidden)) {
+        if (!has_rows_of(mine_of[b]->fetch(), expected[b], shares[b], world.rank())) {
           ++different;
         }
         rank.world().barrier();

@@ -297,7 +297,7 @@ TEST_F(RanksTest, OneKernelPerRankInAGraph) {
   const BatchResult expected = run_on_gpus(spec, w, batch, shares, DType::kBF16);
   run_all_ranks(World::threads(2), [&](const World& world) {
     DeviceRank rank(world, spec, w, 200);
-    DeviceBatch share(spec, share_of_batch(batch, shares, world.rank(), spec.top_k), DType::kBF16);
+    DeviceBatch share = rank.share(batch, shares);
     gpu::Graph graph =
         gpu::Graph::capture(rank.stream(), [&] { share.enqueue(rank.layer(), rank.stream()); });
     EXPECT_EQ(graph.num_nodes(), 1);
@@ -308,12 +308,7 @@ TEST_F(RanksTest, OneKernelPerRankInAGraph) {
     for (int i = 0; i < 20; ++i) graph.launch(rank.stream());
     rank.stream().synchronize();
     rank.world().barrier();
-    const BatchResult mine = share.fetch();
-    const auto r = static_cast<std::size_t>(world.rank());
-    EXPECT_EQ(std::memcmp(mine.output.view().data,
-                          expected.output.rows_from(shares.first[r], shares.count[r]).data,
-                          static_cast<std::size_t>(shares.count[r] * spec.hidden) * 2),
-              0);
+    EXPECT_TRUE(has_rows_of(share.fetch(), expected, shares, world.rank()));
     EXPECT_EQ(rank.layer().stats().epoch, 20u);
     rank.world().barrier();
   });
@@ -335,8 +330,7 @@ TEST_F(RanksTest, AThousandStartsOnASharedGpu) {
                                              DType::kBF16, 2, kOrderOfManyTokens);
     run_all_ranks(World::threads(ranks), [&](const World& world) {
       DeviceRank rank(world, spec, w, 4, {.deadline = std::chrono::seconds(5)});
-      DeviceBatch share(spec, share_of_batch(batch, shares, world.rank(), spec.top_k),
-                        DType::kBF16);
+      DeviceBatch share = rank.share(batch, shares);
       share.poison(rank.stream());
       rank.stream().synchronize();
       for (int start = 0; start < starts; ++start) {
@@ -345,12 +339,7 @@ TEST_F(RanksTest, AThousandStartsOnASharedGpu) {
         rank.stream().synchronize();
       }
       rank.layer().check();
-      const BatchResult mine = share.fetch();
-      const auto r = static_cast<std::size_t>(world.rank());
-      EXPECT_EQ(std::memcmp(mine.output.view().data,
-                            expected.output.rows_from(shares.first[r], shares.count[r]).data,
-                            static_cast<std::size_t>(shares.count[r] * spec.hidden) * 2),
-                0);
+      EXPECT_TRUE(has_rows_of(share.fetch(), expected, shares, world.rank()));
       EXPECT_EQ(rank.layer().stats().epoch, static_cast<std::uint64_t>(starts * kPasses));
       rank.world().barrier();
     });
@@ -367,30 +356,7 @@ TEST_F(RanksTest, ARankThatSkipsACallIsNamed) {
   options.deadline = std::chrono::milliseconds(200);
   for (const int absent : {0, 2}) {
     SCOPED_TRACE(::testing::Message() << "rank " << absent << " is absent");
-    run_all_ranks(World::threads(3), [&](const World& world) {
-      DeviceRank rank(world, spec, w, 100, options);
-      DeviceBatch share(spec, share_of_batch(batch, shares, world.rank(), spec.top_k),
-                        DType::kBF16);
-      rank.forward(share);
-      if (world.rank() != absent) share.enqueue(rank.layer(), rank.stream());
-      rank.stream().synchronize();
-      rank.world().barrier();
-      if (world.rank() == absent) {
-        rank.world().barrier();
-        return;
-      }
-      try {
-        rank.layer().stats();
-        ADD_FAILURE() << "nothing was thrown";
-      } catch (const TimeoutError& error) {
-        EXPECT_EQ(error.failure().peer_rank, absent) << error.what();
-        EXPECT_STREQ(error.failure().phase, "counts") << error.what();
-        EXPECT_EQ(error.failure().epoch, 2u) << error.what();
-        EXPECT_TRUE(error.code() == ErrorCode::kTimeout || error.code() == ErrorCode::kAborted);
-      }
-      EXPECT_THROW(share.enqueue(rank.layer(), rank.stream()), TimeoutError);
-      rank.world().barrier();
-    });
+    expect_absent_is_named(spec, w, batch, shares, absent, options);
   }
   expect_accurate(spec, w, batch, run_on_gpus(spec, w, batch, shares, DType::kBF16), false);
 }
@@ -398,17 +364,11 @@ TEST_F(RanksTest, ARankThatSkipsACallIsNamed) {
 TEST_F(RanksTest, RanksThatDisagreeAreTold) {
   const LayerSpec spec = ragged_spec(16, 4, false);
   const MoeWeights w = make_weights(spec, DType::kBF16);
-  for (const std::exception_ptr& failure : run_ranks(World::threads(2), [&](const World& world) {
-         DeviceRank(world, spec, w, world.rank() == 0 ? 64 : 65);
-       })) {
-    ASSERT_TRUE(failure);
-    try {
-      std::rethrow_exception(failure);
-    } catch (const Error& error) {
-      EXPECT_EQ(error.code(), ErrorCode::kSpecMismatch) << error.what();
-      EXPECT_NE(std::string(error.what()).find("max_tokens"), std::string::npos) << error.what();
-    }
-  }
+  expect_thrown(run_ranks(World::threads(2),
+                          [&](const World& world) {
+                            DeviceRank(world, spec, w, world.rank() == 0 ? 64 : 65);
+                          }),
+                ErrorCode::kSpecMismatch, "max_tokens");
 }
 
 WorkspaceOptions workspace_options(const World& world) {
@@ -465,20 +425,14 @@ TEST_F(RanksTest, LayersOfAModelShareTheirMemory) {
 TEST_F(RanksTest, RanksThatDoNotFitOnTheirGpuAreTold) {
   const LayerSpec spec = ragged_spec(16, 4, false);
   const MoeWeights w = make_weights(spec, DType::kBF16);
-  for (const std::exception_ptr& failure : run_ranks(World::threads(2), [&](const World& world) {
-         gpu::set_device(0);
-         const LayerOptions options{.backend = Backend::kCuda, .device = 0, .reserved_sms = 10};
-         MoeLayer(world, spec, w, options);
-       })) {
-    ASSERT_TRUE(failure);
-    try {
-      std::rethrow_exception(failure);
-    } catch (const Error& error) {
-      EXPECT_EQ(error.code(), ErrorCode::kInvalidArgument) << error.what();
-      EXPECT_NE(std::string(error.what()).find("ranks 0 and 1 share the GPU"), std::string::npos)
-          << error.what();
-    }
-  }
+  expect_thrown(run_ranks(World::threads(2),
+                          [&](const World& world) {
+                            gpu::set_device(0);
+                            const LayerOptions options{
+                                .backend = Backend::kCuda, .device = 0, .reserved_sms = 10};
+                            MoeLayer(world, spec, w, options);
+                          }),
+                ErrorCode::kInvalidArgument, "ranks 0 and 1 share the GPU");
 }
 
 TEST_F(RanksTest, MemoryIsSharedEitherWay) {
@@ -548,11 +502,8 @@ TEST_P(RanksSoak, ManyForwardsOfRandomSizes) {
     DeviceRank rank(world, spec, w, kMaxTokens);
     std::vector<DeviceBatch> device;
     for (int i = 0; i < kBatches; ++i) {
-      device.emplace_back(
-          spec,
-          share_of_batch(batches[static_cast<std::size_t>(i)], shares[static_cast<std::size_t>(i)],
-                         world.rank(), spec.top_k),
-          DType::kBF16);
+      device.push_back(
+          rank.share(batches[static_cast<std::size_t>(i)], shares[static_cast<std::size_t>(i)]));
     }
     std::vector<std::optional<std::size_t>> checksums(kBatches);
     std::mt19937 order(static_cast<std::mt19937::result_type>(seed + 6));  // the same on all ranks
@@ -589,7 +540,7 @@ void leave_rank_0_waiting(LayerOptions options, bool destroys) {
   const Shares shares = Shares::of({40, 40});
   run_all_ranks(World::threads(2), [&](const World& world) {
     std::optional<DeviceRank> rank(std::in_place, world, spec, w, 40, options);
-    DeviceBatch mine(spec, share_of_batch(batch, shares, world.rank(), spec.top_k), DType::kBF16);
+    DeviceBatch mine = rank->share(batch, shares);
     rank->forward(mine);
     rank->forward(mine);
     if (world.rank() == 1) {
@@ -608,14 +559,10 @@ void leave_rank_0_waiting(LayerOptions options, bool destroys) {
       EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(5));
     }
     for (int i = 0; i < 2; ++i) {
-      try {
-        rank->layer().check();
-        ADD_FAILURE() << "nothing was thrown";
-      } catch (const TimeoutError& error) {
-        EXPECT_EQ(error.code(), ErrorCode::kAborted) << error.what();
-        EXPECT_EQ(error.failure().peer_rank, 1) << error.what();
-        EXPECT_STREQ(error.failure().phase, "abort");
-      }
+      EXPECT_EQ(test::blame_of(
+                    1, [&] { rank->layer().check(); }, "abort")
+                    .code,
+                ErrorCode::kAborted);
     }
   });
 }

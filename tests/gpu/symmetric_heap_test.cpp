@@ -12,6 +12,7 @@
 
 #include "gpu/device.h"
 #include "gpu/symmetric_heap_kernels.h"
+#include "model/errors.h"
 #include "support/on_gpu.h"
 #include "support/ranks.h"
 
@@ -118,13 +119,11 @@ void gather(World& world) {
   }
 }
 TEST_P(GpuSymmetricHeap, GathersInRounds) {
-  std::vector<World> worlds = World::threads(GetParam(), with_deadline(test::kGenerous));
-  run_threads(worlds, gather);
+  run_threads(World::threads(GetParam(), with_deadline(test::kGenerous)), gather);
 }
 
 TEST_P(GpuSymmetricHeap, PassesValuesAroundTheRing) {
-  std::vector<World> worlds = World::threads(GetParam(), with_deadline(test::kGenerous));
-  run_threads(worlds, [](World& world) {
+  run_threads(World::threads(GetParam(), with_deadline(test::kGenerous)), [](World& world) {
     Player player(world, 1 << 20);
     RingCall call{};
     call.map = player.heap.peer_map();
@@ -186,8 +185,7 @@ TEST_F(GpuSymmetricHeapFault, AWaitSaysWhomItWaitedFor) {
 // with it.
 TEST_F(GpuSymmetricHeapFault, ARankThatDoesNotSignalIsNamedOnAllRanks) {
   constexpr int kRanks = 3, kLate = 1;
-  std::vector<World> worlds = World::threads(kRanks, with_deadline(test::kGenerous));
-  run_threads(worlds, [&](World& world) {
+  run_threads(World::threads(kRanks, with_deadline(test::kGenerous)), [&](World& world) {
     Player player(world, 1 << 20);
     const milliseconds deadline = world.rank() == 0 ? milliseconds(300) : test::kGenerous;
     const StallCall call = stall_of(player, kLate, deadline, true);
@@ -223,8 +221,7 @@ TEST_F(GpuSymmetricHeapFault, ARankThatDoesNotSignalIsNamedOnAllRanks) {
 }
 
 TEST_F(GpuSymmetricHeapFault, AbortEndsKernelsThatWait) {
-  std::vector<World> worlds = World::threads(2, with_deadline(test::kGenerous));
-  run_threads(worlds, [](World& world) {
+  run_threads(World::threads(2, with_deadline(test::kGenerous)), [](World& world) {
     Player player(world, 1 << 20);
     const StallCall call = stall_of(player, 1, test::kGenerous, true);
     player.heap.barrier();
@@ -237,15 +234,13 @@ TEST_F(GpuSymmetricHeapFault, AbortEndsKernelsThatWait) {
       EXPECT_EQ(wait.state, PeerWait::State::kAborted);
       EXPECT_EQ(wait.rank, 1);
     }
-    EXPECT_THAT(test::error_of(ErrorCode::kAborted, [&] { player.heap.check(); }),
-                HasSubstr("rank 1 called World::abort()"));
+    EXPECT_ERROR(player.heap.check(), ErrorCode::kAborted, "rank 1 called World::abort()");
     EXPECT_LT(test::since(start), test::kAtOnce);
   });
 }
 
 TEST_F(GpuSymmetricHeapFault, TooLargeAHeapIsRefusedOnAllRanks) {
-  std::vector<World> worlds = World::threads(2, with_deadline(test::kGenerous));
-  run_threads(worlds, [](World& world) {
+  run_threads(World::threads(2, with_deadline(test::kGenerous)), [](World& world) {
     gpu::set_device(world.rank() % gpu::device_count());
     test::error_of(ErrorCode::kCapacityExceeded, [&] {
       SymmetricHeap(world, std::size_t{1} << 42, {.backend = Backend::kCuda});

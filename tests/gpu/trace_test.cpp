@@ -219,7 +219,7 @@ TEST_F(TraceTest, AStragglerCostsOnlyWhatItIsLate) {
     LayerOptions options;
     options.trace = true;
     DeviceRank rank(world, spec, w, kTokens, options);
-    DeviceBatch share(spec, share_of_batch(batch, shares, world.rank(), spec.top_k), DType::kBF16);
+    DeviceBatch share = rank.share(batch, shares);
     rank.forward(share);
     for (auto& repeat : traces) {
       for (const bool late : {false, true}) {
@@ -311,18 +311,12 @@ int failed_ranks(const LayerSpec& spec, const MoeWeights& w, const Batch& batch,
     options.deadline = deadline;
     if (r == 0) options.slow_role = slow;
     DeviceRank rank(world, spec, w, most, options);
-    DeviceBatch share(spec, share_of_batch(batch, shares, r, spec.top_k), DType::kBF16);
+    DeviceBatch share = rank.share(batch, shares);
     try {
       for (int pass = 0; pass < 3; ++pass) share.enqueue(rank.layer(), rank.stream());
       rank.stream().synchronize();
       rank.layer().stats();
-      const BatchResult mine = share.fetch();
-      const auto first = static_cast<std::size_t>(shares.first[static_cast<std::size_t>(r)]);
-      const std::size_t row_bytes = static_cast<std::size_t>(spec.hidden) * size_of(DType::kBF16);
-      const auto* const rows = static_cast<const std::byte*>(right.output.view().data);
-      EXPECT_EQ(std::memcmp(mine.output.view().data, rows + first * row_bytes,
-                            static_cast<std::size_t>(mine.output.rows()) * row_bytes),
-                0);
+      EXPECT_TRUE(has_rows_of(share.fetch(), right, shares, r));
     } catch (const TimeoutError& error) {
       EXPECT_TRUE(error.code() == ErrorCode::kTimeout || error.code() == ErrorCode::kAborted);
       ++errors;
@@ -361,7 +355,7 @@ TEST_F(TraceTest, AStalledRoleIsOfTheRankThatIsNamed) {
       options.deadline = std::chrono::milliseconds(20);
       if (r == victim) options.slow_role = SlowRole{role, 150'000'000};
       DeviceRank rank(world, spec, weights[fp8], tokens, options);
-      DeviceBatch share(spec, share_of_batch(batch, shares, r, spec.top_k), DType::kBF16);
+      DeviceBatch share = rank.share(batch, shares);
       rank.world().barrier();
       try {
         share.enqueue(rank.layer(), rank.stream());

@@ -19,8 +19,7 @@ Declaration declaration() { return {testing::spec_of(64, 32, 16, 4), 10, DType::
 // Rank 1 declares something else; what rank 0 tells of it.
 std::string difference(const std::function<void(Declaration&)>& change) {
   std::string told;
-  std::vector<World> worlds = World::threads(2, test::with_deadline(test::kGenerous));
-  test::run_threads(worlds, [&](World& world) {
+  test::run_threads(World::threads(2, test::with_deadline(test::kGenerous)), [&](World& world) {
     Declaration mine = declaration();
     if (world.rank() == 1) change(mine);
     const std::string message =
@@ -53,8 +52,8 @@ TEST(Agreement, ValuesAreToldByTheirNames) {
 }
 
 TEST(Agreement, EqualDeclarationsAreFine) {
-  std::vector<World> worlds = World::threads(3, test::with_deadline(test::kGenerous));
-  test::run_threads(worlds, [](World& world) { agree(world.fabric(), declaration()); });
+  test::run_threads(World::threads(3, test::with_deadline(test::kGenerous)),
+                    [](World& world) { agree(world.fabric(), declaration()); });
 }
 
 }  // namespace

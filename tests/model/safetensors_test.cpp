@@ -174,15 +174,21 @@ TEST(SafetensorsFile, PipesAreRefusedWithoutWaiting) {
   ::alarm(0);
 }
 
-TEST(SafetensorsFile, OneThatBecomesShorterIsNoticed) {
+// A file with one tensor, which is mapped.
+class MappedSafetensors : public ::testing::Test {
+ protected:
+  MappedSafetensors() {
+    write_matrices(path, {{"a", {values.data(), DType::kF32, 10, 100, 100}}});
+    file = SafetensorsFile::open(path);
+    file->mapping().require_size();
+  }
   const test::TemporaryDirectory directory;
   const std::filesystem::path path = directory / "x";
-  const std::vector<float> values(1000, 1.0f);
-  const MatrixView view{
-      .data = values.data(), .dtype = DType::kF32, .rows = 10, .cols = 100, .row_stride = 100};
-  write_matrices(path, {{"a", view}});
-  const auto file = SafetensorsFile::open(path);
-  file->mapping().require_size();
+  const std::vector<float> values = std::vector<float>(1000, 1.0f);
+  decltype(SafetensorsFile::open(path)) file;
+};
+
+TEST_F(MappedSafetensors, OneThatBecomesShorterIsNoticed) {
   const std::uintmax_t bytes = std::filesystem::file_size(path);
   std::filesystem::resize_file(path, bytes - 1);
   EXPECT_ERROR(file->mapping().require_size(), ErrorCode::kInvalidFile, path.c_str(),
@@ -194,16 +200,8 @@ TEST(SafetensorsFile, OneThatBecomesShorterIsNoticed) {
 }
 
 // Another file of that name is none of its business: the mapped one lives on.
-TEST(SafetensorsFile, OneWhoseNameIsTakenLivesOn) {
-  const test::TemporaryDirectory directory;
-  const std::filesystem::path path = directory / "x";
-  const std::vector<float> values(1000, 1.0f);
-  const MatrixView view{
-      .data = values.data(), .dtype = DType::kF32, .rows = 10, .cols = 100, .row_stride = 100};
-  write_matrices(path, {{"a", view}});
-  const auto file = SafetensorsFile::open(path);
-  file->mapping().require_size();
-  write_matrices(path, {{"a", {view.data, DType::kF32, 1, 1, 1}}});
+TEST_F(MappedSafetensors, OneWhoseNameIsTakenLivesOn) {
+  write_matrices(path, {{"a", {values.data(), DType::kF32, 1, 1, 1}}});
   file->mapping().require_size();
   std::filesystem::remove(path);
   file->mapping().require_size();

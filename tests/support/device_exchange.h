@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <chrono>
 #include <memory>
 #include <optional>
 #include <utility>
@@ -9,6 +10,8 @@
 
 #include "gpu/device.h"
 #include "support/exchanges.h"
+#include "support/on_gpu.h"
+#include "support/ranks.h"
 #include "switchyard/error.h"
 #include "switchyard/exchange.h"
 #include "switchyard/world.h"
@@ -50,7 +53,6 @@ struct DeviceArrays {
     return static_cast<std::size_t>(spec.max_tokens) * static_cast<std::size_t>(spec.top_k);
   }
 
-  // Waits for no other rank.
   void load(const ExchangeBatch& batch, int rank) {
     const auto r = static_cast<std::size_t>(rank);
     const MatrixView host = batch.tokens[r].view();
@@ -133,7 +135,11 @@ inline ExchangeOptions options_of(int rank, ExchangeOptions options = {}) {
 
 // One rank's exchange. Nothing may be allocated while ranks that share a GPU wait for each other,
 // so all memory is there before the first call.
-struct Player {
+struct Player : Rounds<Player> {
+  using Fixture = OnGpu<::testing::Test>;
+  static constexpr int kHidden = 144;    // one group of scales, and a shorter one
+  static constexpr int kSlotBytes = 16;  // that a row's description takes on its way
+
   World world;
   int rank;
   std::optional<gpu::Stream> stream;
@@ -170,16 +176,30 @@ struct Player {
   ExpertRange own() { return exchange().own_places(); }
   DeviceArrays& arrays(std::size_t i = 0) { return *memory[i]; }
 
-  void enqueue_dispatch(std::size_t i = 0) {
-    exchange().dispatch(arrays(i).input(*stream), arrays(i).output(spec(), *stream), handle);
+  static std::vector<World> worlds(int ranks,
+                                   std::chrono::milliseconds deadline = std::chrono::seconds(30)) {
+    return World::threads(ranks, test::with_deadline(deadline));
   }
+  // Waits for no other rank. What the rows go to is poisoned.
+  void load(const ExchangeBatch& batch, std::size_t i = 0) {
+    arrays(i).load(batch, rank);
+    arrays(i).poison(spec(), own());
+  }
+  DispatchInput input(std::size_t i = 0) { return arrays(i).input(*stream); }
+  DispatchOutput output(std::size_t i = 0) { return arrays(i).output(spec(), *stream); }
+  void enqueue_dispatch(std::size_t i = 0) { exchange().dispatch(input(i), output(i), handle); }
   void enqueue_combine(DType dtype, std::size_t i = 0) {
     exchange().combine(arrays(i).rows_back(spec(), *stream), arrays(i).sums(dtype, *stream),
                        handle);
   }
-  ExchangeArrays got(std::size_t i = 0) {
+  // Ends the calls before, and throws what failed in them.
+  void finish() {
     stream->synchronize();
     exchange().check();
+  }
+  std::int64_t rows_that_came() { return exchange().rows_needed(handle, stream->handle()); }
+  ExchangeArrays got(std::size_t i = 0) {
+    finish();
     return arrays(i).fetch(spec(), own());
   }
   void upload_results(const ExchangeBatch& batch, const ExchangeArrays& of, std::size_t i = 0) {
@@ -187,23 +207,35 @@ struct Player {
     arrays(i).results.upload(y.view().data, arrays(i).results.bytes());
   }
   Matrix sums(const ExchangeBatch& batch, DType dtype, std::size_t i = 0) {
-    stream->synchronize();
-    exchange().check();
+    finish();
     return arrays(i).fetch_sums(batch, rank, dtype);
   }
-  // A dispatch and a combine, judged.
-  Matrix round(const ExchangeBatch& batch, DType dtype, std::size_t i = 0) {
-    arrays(i).load(batch, rank);
-    arrays(i).poison(spec(), own());
-    enqueue_dispatch(i);
-    const ExchangeArrays of = got(i);
-    wrong_rows(batch, rank, spec().layout, of);
-    upload_results(batch, of, i);
-    enqueue_combine(dtype, i);
-    Matrix sum = sums(batch, dtype, i);
-    wrong_sums(batch, rank, sum);
-    return sum;
-  }
 };
+
+// Dispatches and combines in graphs, which send what the memory holds at each replay.
+inline void check_graphs(Player& player, const std::vector<ExchangeBatch>& batches) {
+  player.load(batches[0]);
+  player.world.barrier();
+  gpu::Graph dispatch = gpu::Graph::capture(*player.stream, [&] { player.enqueue_dispatch(); });
+  gpu::Graph both = gpu::Graph::capture(*player.stream, [&] {
+    player.enqueue_dispatch();
+    player.enqueue_combine(DType::kF32);
+  });
+  // Once each, so that nothing is loaded or allocated later.
+  dispatch.launch(*player.stream);
+  both.launch(*player.stream);
+  player.stream->synchronize();
+  player.world.barrier();
+  for (const ExchangeBatch& batch : batches) {
+    player.load(batch);
+    dispatch.launch(*player.stream);
+    const ExchangeArrays got = player.got();
+    wrong_rows(batch, player.rank, player.spec().layout, got);
+    player.upload_results(batch, got);
+    for (int i = 0; i < 7; ++i) both.launch(*player.stream);
+    wrong_sums(batch, player.rank, player.sums(batch, DType::kF32));
+    wrong_rows(batch, player.rank, player.spec().layout, player.got());
+  }
+}
 
 }  // namespace switchyard::testing

@@ -60,6 +60,16 @@ inline Batch share_of_batch(const Batch& batch, const Shares& shares, int rank, 
   return share;
 }
 
+// Whether a rank's result has its rows of that of all ranks, bit by bit.
+inline bool has_rows_of(const BatchResult& mine, const BatchResult& all, const Shares& shares,
+                        int rank) {
+  const auto r = static_cast<std::size_t>(rank);
+  const MatrixView rows = all.output.rows_from(shares.first[r], shares.count[r]);
+  return rows.rows == 0 ||
+         std::memcmp(mine.output.view().data, rows.data,
+                     static_cast<std::size_t>(rows.rows * rows.cols) * size_of(rows.dtype)) == 0;
+}
+
 // One rank's layer on its GPU, for the thread that plays the rank. Nothing may be allocated or
 // freed while a pass is under way: that may wait for the other ranks on the GPU, which wait for
 // this one.
@@ -90,6 +100,10 @@ class DeviceRank {
   MoeLayer& layer() { return *layer_; }
   const gpu::Stream& stream() const { return *stream_; }
 
+  // This rank's share of a batch, on the device.
+  DeviceBatch share(const Batch& batch, const Shares& shares, DType output = DType::kBF16) const {
+    return {spec_, share_of_batch(batch, shares, world_.rank(), spec_.top_k), output};
+  }
   // Collective: a pass of a batch that is on the device.
   void forward(DeviceBatch& batch) {
     batch.poison(*stream_);
@@ -102,10 +116,9 @@ class DeviceRank {
   void run(const Batch& batch, const Shares& shares, BatchResult& result) {
     const int rank = world_.rank();
     const auto r = static_cast<std::size_t>(rank);
-    DeviceBatch share(spec_, share_of_batch(batch, shares, rank, spec_.top_k),
-                      result.output.dtype());
-    forward(share);
-    BatchResult mine = share.fetch();
+    DeviceBatch device = share(batch, shares, result.output.dtype());
+    forward(device);
+    BatchResult mine = device.fetch();
     const std::size_t slots = mine.ids.size();
     if (slots != 0) {
       const auto first = static_cast<std::size_t>(shares.first[r] * spec_.top_k);
@@ -145,6 +158,32 @@ inline BatchResult run_on_gpus(const LayerSpec& spec, const MoeWeights& weights,
     EXPECT_EQ(result.ids, results[0].ids) << "repeated";
   }
   return std::move(results[0]);
+}
+
+// In a world in which one rank makes the first pass and not the second, all others name it, and
+// their layers are dead.
+inline void expect_absent_is_named(const LayerSpec& spec, const MoeWeights& weights,
+                                   const Batch& batch, const Shares& shares, int absent,
+                                   const LayerOptions& options) {
+  const int ranks = static_cast<int>(shares.count.size());
+  const auto most = static_cast<int>(*std::ranges::max_element(shares.count));
+  run_all_ranks(World::threads(ranks), [&](const World& world) {
+    DeviceRank rank(world, spec, weights, most, options);
+    DeviceBatch share = rank.share(batch, shares);
+    rank.forward(share);
+    const bool is_there = world.rank() != absent;
+    if (is_there) share.enqueue(rank.layer(), rank.stream());
+    rank.stream().synchronize();
+    rank.world().barrier();
+    if (is_there) {
+      const test::Blame blame = test::blame_of(
+          absent, [&] { rank.layer().stats(); }, "counts");
+      EXPECT_EQ(blame.failure.epoch, 2u) << blame.words;
+      EXPECT_TRUE(blame.code == ErrorCode::kTimeout || blame.code == ErrorCode::kAborted);
+      EXPECT_THROW(share.enqueue(rank.layer(), rank.stream()), TimeoutError);
+    }
+    rank.world().barrier();
+  });
 }
 
 }  // namespace switchyard::testing

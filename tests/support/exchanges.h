@@ -7,11 +7,14 @@
 #include <cmath>
 #include <cstring>
 #include <map>
+#include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "support/layers.h"
 #include "support/numbers.h"
+#include "support/ranks.h"
 #include "switchyard/exchange.h"
 
 namespace switchyard::testing {
@@ -312,5 +315,78 @@ inline CombineOutput output_of(Matrix& out) {
   output.dtype = out.dtype();
   return output;
 }
+
+// Round trips of a rank, for the players of both backends: of a HostPlayer, and of a Player on a
+// GPU.
+template <typename Player>
+class Rounds {
+ public:
+  // A dispatch and a combine, judged.
+  Matrix round(const ExchangeBatch& batch, DType dtype = DType::kF32, std::size_t i = 0) {
+    Player& player = static_cast<Player&>(*this);
+    player.load(batch, i);
+    player.enqueue_dispatch(i);
+    const ExchangeArrays of = player.got(i);
+    wrong_rows(batch, player.rank, player.spec().layout, of);
+    player.upload_results(batch, of, i);
+    player.enqueue_combine(dtype, i);
+    Matrix sum = player.sums(batch, dtype, i);
+    wrong_sums(batch, player.rank, sum);
+    return sum;
+  }
+};
+
+// One rank's exchange on the CPU, with arrays for some batches.
+struct HostPlayer : Rounds<HostPlayer> {
+  using Fixture = ::testing::Test;
+  static constexpr int kHidden = 136;    // one group of scales, and a shorter one
+  static constexpr int kSlotBytes = 12;  // that a row's description takes on its way
+  struct Slot {
+    const ExchangeBatch* batch = nullptr;
+    std::optional<ExchangeArrays> got;
+    Matrix results{0, 1, DType::kF32}, sums{0, 1, DType::kF32};
+  };
+
+  World world;
+  int rank;
+  Exchange made;
+  ExchangeHandle handle = made.make_handle();
+  std::vector<Slot> slots;
+
+  HostPlayer(World its_world, const ExchangeSpec& spec, std::size_t batches = 1,
+             const ExchangeOptions& options = {})
+      : world(std::move(its_world)),
+        rank(world.rank()),
+        made(world, spec, options),
+        slots(batches) {}
+
+  static std::vector<World> worlds(int ranks) {
+    return World::threads(ranks, test::with_deadline(test::kGenerous));
+  }
+  Exchange& exchange() { return made; }
+  const ExchangeSpec& spec() const { return made.spec(); }
+  ExchangeArrays room(std::int64_t rows) const { return {spec(), made.own_places(), rows}; }
+
+  void load(const ExchangeBatch& batch, std::size_t i = 0) {
+    slots[i].batch = &batch;
+    slots[i].got = room(made.rows_needed());
+  }
+  DispatchInput input(std::size_t i = 0) const { return input_of(*slots[i].batch, rank); }
+  DispatchOutput output(std::size_t i = 0) { return slots[i].got->output(); }
+  void enqueue_dispatch(std::size_t i = 0) { made.dispatch(input(i), output(i), handle); }
+  void enqueue_combine(DType dtype, std::size_t i = 0) {
+    Slot& slot = slots[i];
+    slot.sums = Matrix(slot.batch->count(rank), spec().hidden, dtype);
+    made.combine({slot.results.view()}, output_of(slot.sums), handle);
+  }
+  // Ends the calls before, and throws what failed in them.
+  void finish() {}
+  std::int64_t rows_that_came() { return made.rows_needed(handle); }
+  const ExchangeArrays& got(std::size_t i = 0) const { return *slots[i].got; }
+  void upload_results(const ExchangeBatch& batch, const ExchangeArrays& of, std::size_t i = 0) {
+    slots[i].results = results_of(batch, of);
+  }
+  const Matrix& sums(const ExchangeBatch&, DType, std::size_t i = 0) const { return slots[i].sums; }
+};
 
 }  // namespace switchyard::testing

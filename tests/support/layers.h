@@ -19,6 +19,7 @@
 #include "models/generate.h"
 #include "models/model_table.h"
 #include "support/identifier.h"
+#include "support/ranks.h"
 #include "support/specs.h"
 #include "switchyard/layer.h"
 #include "switchyard/routing.h"
@@ -153,6 +154,16 @@ inline void run_all_ranks(const std::vector<World>& worlds,
   }
 }
 
+// Every rank must have thrown an Error with this code, whose words have `part`.
+inline void expect_thrown(const std::vector<std::exception_ptr>& failures, ErrorCode code,
+                          const std::string& part) {
+  for (const std::exception_ptr& failure : failures) {
+    ASSERT_TRUE(failure);
+    const std::string words = test::error_of(code, [&] { std::rethrow_exception(failure); });
+    EXPECT_NE(words.find(part), std::string::npos) << words;
+  }
+}
+
 // `total` tokens dealt to ranks in contiguous shares.
 struct Shares {
   std::vector<std::int64_t> first, count;
@@ -187,6 +198,21 @@ struct Batch {
   std::vector<std::int32_t> topk_ids;  // both empty: the gate routes
   std::vector<float> topk_weights;
   std::vector<std::int32_t> token_ids;
+};
+
+// A rank's tokens, whose experts its layer chooses, and their output.
+struct GatedTokens {
+  GatedTokens(std::int64_t tokens, int hidden)
+      : x(Matrix::random(tokens, hidden, DType::kF32, 1)), y(tokens, hidden, DType::kF32) {}
+  void forward(MoeLayer& layer) {
+    ForwardInput input;
+    input.activations = x.view();
+    ForwardOutput output;
+    output.data = y.row(0);
+    output.dtype = DType::kF32;
+    layer.forward(input, output);
+  }
+  Matrix x, y;
 };
 
 // Changes a call before it is made; `first` is the rank's first token.

@@ -9,12 +9,14 @@
 
 #include <atomic>
 #include <chrono>
+#include <condition_variable>
 #include <cstdint>
 #include <cstdio>
 #include <exception>
 #include <filesystem>
 #include <functional>
 #include <iterator>
+#include <mutex>
 #include <span>
 #include <string>
 #include <thread>
@@ -74,6 +76,10 @@ inline void run_threads(std::vector<World>& worlds, const std::function<void(Wor
   });
 }
 
+inline void run_threads(std::vector<World>&& worlds, const std::function<void(World&)>& body) {
+  run_threads(worlds, body);
+}
+
 constexpr int kKilled = 128 + SIGKILL;
 
 // True if this thread is the only one of its process. A child forked while another thread holds a
@@ -127,6 +133,28 @@ inline std::vector<int> run_processes(int count, const std::function<void(int)>&
   return codes;
 }
 
+// As run_processes; every process must end well.
+inline void expect_processes(int count, const std::function<void(int)>& body,
+                             milliseconds limit = kGenerous) {
+  EXPECT_EQ(run_processes(count, body, limit), std::vector<int>(static_cast<std::size_t>(count)));
+}
+
+inline World join(int rank, int size, const std::string& rendezvous,
+                  milliseconds deadline = kGenerous) {
+  return World::processes(rank, size, with_deadline(deadline, rendezvous));
+}
+
+// Runs body(world) in `ranks` forked children, which are the ranks of a world.
+inline void expect_world(int ranks, const std::function<void(World&)>& body) {
+  const std::string rendezvous = fresh_rendezvous();
+  expect_processes(ranks, [&](int rank) {
+    World world = join(rank, ranks, rendezvous);
+    EXPECT_EQ(world.rank(), rank);
+    EXPECT_EQ(world.size(), ranks);
+    body(world);
+  });
+}
+
 // Expects `call` to throw Error with `code` and returns its message.
 inline std::string error_of(ErrorCode code, const std::function<void()>& call) {
   try {
@@ -139,20 +167,59 @@ inline std::string error_of(ErrorCode code, const std::function<void()>& call) {
   return "";
 }
 
+// What a TimeoutError tells.
+struct Blame {
+  ErrorCode code{};
+  WaitFailure failure;
+  std::string words;
+};
+
+// Expects `call` to throw TimeoutError that blames `peer`, in this phase if one is given.
+inline Blame blame_of(int peer, const std::function<void()>& call, const char* phase = nullptr) {
+  try {
+    call();
+    ADD_FAILURE() << "nothing was thrown";
+  } catch (const TimeoutError& error) {
+    EXPECT_EQ(error.failure().peer_rank, peer) << error.what();
+    if (phase != nullptr) {
+      EXPECT_STREQ(error.failure().phase, phase) << error.what();
+    }
+    return {error.code(), error.failure(), error.what()};
+  } catch (const Error& error) {
+    ADD_FAILURE() << "not a TimeoutError: " << error.what();
+  }
+  return {};
+}
+
+// Holds whoever enters until it is opened.
+class Gate {
+ public:
+  void wait() {
+    std::unique_lock lock(mutex_);
+    entered_ = true;
+    opened_.wait(lock, [this] { return open_; });
+  }
+  void open() {
+    const std::lock_guard lock(mutex_);
+    open_ = true;
+    opened_.notify_all();
+  }
+  bool entered() {
+    const std::lock_guard lock(mutex_);
+    return entered_;
+  }
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable opened_;
+  bool entered_ = false, open_ = false;
+};
+
 // As error_of, for a TimeoutError at start-up that blames `peer`.
 inline std::string timeout_of(ErrorCode code, int peer, const std::function<void()>& call) {
-  return error_of(code, [&] {
-    try {
-      call();
-    } catch (const TimeoutError& error) {
-      EXPECT_EQ(error.failure().peer_rank, peer) << error.what();
-      EXPECT_STREQ(error.failure().phase, "bootstrap");
-      throw;
-    } catch (const Error& error) {
-      ADD_FAILURE() << "not a TimeoutError: " << error.what();
-      throw;
-    }
-  });
+  const Blame blame = blame_of(peer, call, "bootstrap");
+  EXPECT_STREQ(to_string(blame.code), to_string(code)) << blame.words;
+  return blame.words;
 }
 
 // Every rank gives its own block of `count` numbers and checks everybody's.

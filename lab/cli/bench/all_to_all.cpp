@@ -15,6 +15,7 @@ namespace {
 using results::AllToAllRow;
 
 struct AllToAllCommand : CommonOptions {
+  using CommonOptions::CommonOptions;
   int ranks = 2;
   std::string rungs, trace;
   bool random_experts = false;
@@ -109,8 +110,7 @@ int run(const AllToAllCommand& o) {
     options.benchmarks.resize(3);
   }
   options.repeat = o.repeat_or(3);
-  options.commit = o.commit;
-  options.command = o.command;
+  static_cast<bench::RunNote&>(options) = o;
   Printer printer(json, print);
   bench::AllToAllSession session(options, printer);
   fmt::print(
@@ -137,8 +137,7 @@ int run(const AllToAllCommand& o) {
 
 void add_all_to_all(Command& bench, const std::string& typed) {
   Command& command = bench.add_command("all_to_all", "GPU MODE's all-to-all problem, rung by rung");
-  const auto o = std::make_shared<AllToAllCommand>();
-  o->command = typed;
+  const auto o = std::make_shared<AllToAllCommand>(typed);
   command.heading("Points");
   command.add_whole("--ranks", o->ranks, 1, protocol::kMaxRanks, "Ranks (default 2)");
   command.add_text("--rung", o->rungs, "NAME,...",

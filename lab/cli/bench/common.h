@@ -15,6 +15,7 @@
 
 #include "base/join.h"
 #include "bench/observer.h"
+#include "bench/run_note.h"
 #include "cli/arguments.h"
 #include "cli/output_file.h"
 #include "cli/progress.h"
@@ -24,15 +25,14 @@ namespace switchyard::cli {
 
 [[noreturn]] void refuse(const std::string& message);
 
-struct CommonOptions {
+struct CommonOptions : bench::RunNote {
   std::optional<Backend> backend;
   int repeat = 0;  // 0: the suite's
-  std::uint64_t seed = 0;
   bool quick = false;
   std::string json;
-  std::string commit = "unknown";
-  std::string command;  // as typed, for the rows
 
+  explicit CommonOptions(const std::string& typed)
+      : RunNote{.commit = "unknown", .command = typed} {}
   int repeat_or(int quick_repeat) const { return quick && repeat == 0 ? quick_repeat : repeat; }
   // Where the rows go, or an empty path. Refuses a file that rows of this type cannot join, before
   // anything is measured.

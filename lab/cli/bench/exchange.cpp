@@ -16,6 +16,7 @@ namespace {
 using results::ExchangeRow;
 
 struct ExchangeCommand : CommonOptions {
+  using CommonOptions::CommonOptions;
   int ranks = 2, hidden = 0, experts = 0, top_k = 0;
   std::vector<std::int64_t> tokens;
   std::optional<DType> dtype;
@@ -85,9 +86,7 @@ int run(const ExchangeCommand& o) {
   options.ranks = o.ranks;
   options.repeat = o.repeat_or(10);
   options.pre_sum = o.pre_sum;
-  options.seed = o.seed;
-  options.commit = o.commit;
-  options.command = o.command;
+  static_cast<bench::RunNote&>(options) = o;
   RowsPrinter<bench::ExchangeObserver, ExchangeRow> printer(json, print);
   bench::ExchangeSession session(options, printer);
   print_head(
@@ -102,8 +101,7 @@ int run(const ExchangeCommand& o) {
 
 void add_exchange(Command& bench, const std::string& typed) {
   Command& command = bench.add_command("exchange", "Dispatch and combine alone, over ranks");
-  const auto o = std::make_shared<ExchangeCommand>();
-  o->command = typed;
+  const auto o = std::make_shared<ExchangeCommand>(typed);
   command.heading("Points");
   command.add_whole("--ranks", o->ranks, 1, protocol::kMaxRanks, "Ranks (default 2)");
   add_wholes(command, "--tokens", o->tokens, 1 << 20, "Tokens of each rank (default the suite's)");

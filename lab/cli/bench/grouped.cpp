@@ -20,6 +20,7 @@ namespace {
 using results::GroupedRow;
 
 struct GroupedCommand : CommonOptions {
+  using CommonOptions::CommonOptions;
   int experts = 0, n = 0, k = 0;
   std::vector<std::int64_t> rows;
   std::vector<double> betas;
@@ -142,9 +143,7 @@ int run(const GroupedCommand& o) {
   options.graph = !o.no_graph;
   options.no_graph = !o.only_graph;
   options.cold = o.cold;
-  options.seed = o.seed;
-  options.commit = o.commit;
-  options.command = o.command;
+  static_cast<bench::RunNote&>(options) = o;
   if (!o.machine_facts.empty()) options.facts = machine::read_gpu_facts(o.machine_facts);
   RowsPrinter<bench::GroupedObserver, GroupedRow> printer(json, print);
   bench::GroupedSession session(options, printer);
@@ -159,8 +158,7 @@ int run(const GroupedCommand& o) {
 
 void add_grouped(Command& bench, const std::string& typed) {
   Command& command = bench.add_command("grouped", "GroupedGemm alone, on the shapes of its rivals");
-  const auto o = std::make_shared<GroupedCommand>();
-  o->command = typed;
+  const auto o = std::make_shared<GroupedCommand>(typed);
   o->line = &command;
   command.heading("Points");
   command.add_whole("--experts", o->experts, 1, 1 << 16,

@@ -17,6 +17,7 @@ namespace {
 using results::HostsRow;
 
 struct HostsCommand : CommonOptions {
+  using CommonOptions::CommonOptions;
   bench::HostsBenchOptions sizes;
   std::vector<std::int64_t> tokens;
 };
@@ -55,9 +56,7 @@ int run(const HostsCommand& o) {
     options.tokens = {8, 512};
   }
   options.repeat = o.repeat_or(10);
-  options.seed = o.seed;
-  options.commit = o.commit;
-  options.command = o.command;
+  static_cast<bench::RunNote&>(options) = o;
   World world = World::from_environment();
   if (options.backend == Backend::kCuda) {
     options.device = run::local_rank(std::getenv, world.rank()) % std::max(1, gpu::device_count());
@@ -86,8 +85,7 @@ int run(const HostsCommand& o) {
 void add_hosts(Command& bench, const std::string& typed) {
   Command& command =
       bench.add_command("hosts", "What crosses hosts: flags, bytes, Exchange, layers");
-  const auto o = std::make_shared<HostsCommand>();
-  o->command = typed;
+  const auto o = std::make_shared<HostsCommand>(typed);
   command.heading("Points");
   add_wholes(command, "--tokens", o->tokens, 1 << 20, "Tokens of each rank (default the suite's)");
   add_routing_options(command, o->sizes.hidden, o->sizes.experts, o->sizes.top_k);

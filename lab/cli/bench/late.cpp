@@ -15,6 +15,7 @@ namespace {
 using results::LateRow;
 
 struct LateCommand : CommonOptions {
+  using CommonOptions::CommonOptions;
   int ranks = 2;
   std::vector<std::string> models;
   std::vector<std::int64_t> tokens, late_us;
@@ -59,9 +60,7 @@ int run(const LateCommand& o) {
   options.ranks = o.ranks;
   options.dtype = o.dtype.value_or(DType::kBF16);
   options.repeat = o.repeat_or(5);
-  options.seed = o.seed;
-  options.commit = o.commit;
-  options.command = o.command;
+  static_cast<bench::RunNote&>(options) = o;
   RowsPrinter<bench::LateObserver, LateRow> printer(json, print);
   bench::LateSession session(options, printer);
   print_head(fmt::format("{}; {}, weights and arithmetic in {}", session.machine(),
@@ -75,8 +74,7 @@ int run(const LateCommand& o) {
 
 void add_late(Command& bench, const std::string& typed) {
   Command& command = bench.add_command("late", "What a late rank costs the others");
-  const auto o = std::make_shared<LateCommand>();
-  o->command = typed;
+  const auto o = std::make_shared<LateCommand>(typed);
   command.heading("Points");
   add_names(command, "--model", o->models, "Layers of these models (default the suite's)");
   command.add_whole("--ranks", o->ranks, 1, protocol::kMaxRanks, "Ranks (default 2)");

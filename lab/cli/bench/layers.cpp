@@ -34,6 +34,7 @@ using bench::BenchPlan;
 using bench::MeasureOptions;
 
 struct LayersCommand : CommonOptions {
+  using CommonOptions::CommonOptions;
   std::string suite;
   std::vector<std::string> models;
   ConfigOverrides overrides;
@@ -474,9 +475,7 @@ int run(LayersCommand o) {
   bench::SessionOptions options;
   if (!o.machine_facts.empty()) options.facts = machine::read_gpu_facts(o.machine_facts);
   options.measure = o.measure;
-  options.seed = o.seed;
-  options.commit = o.commit;
-  options.command = o.command;
+  static_cast<bench::RunNote&>(options) = o;
   if (!o.against.empty()) options.torch = o.torch;
 
   int exit_code = kExitOk;
@@ -503,8 +502,7 @@ int run(LayersCommand o) {
 void add_layers(Command& bench, const std::string& typed) {
   Command& command =
       bench.add_command("layers", "Layers of models, beside the hardware's floor and a rival");
-  const auto o = std::make_shared<LayersCommand>();
-  o->command = typed;
+  const auto o = std::make_shared<LayersCommand>(typed);
   o->line = &command;
   add_point_options(command, *o);
   add_common_options(command, *o,
