@@ -17,7 +17,7 @@ struct Region {
   SWITCHYARD_HOST_DEVICE constexpr Region operator+(std::uint64_t elements) const {
     return {offset + elements * sizeof(T)};
   }
-  // What lies `bytes` behind the start, as elements of another type.
+  // Returns the place `bytes` behind the start, for elements of another type.
   template <typename U>
   SWITCHYARD_HOST_DEVICE constexpr Region<U> as(std::uint64_t bytes = 0) const {
     return {offset + bytes};
