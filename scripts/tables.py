@@ -56,8 +56,9 @@ def run_output():
     return "```\n" + path.read_text().rstrip() + "\n```" if path.exists() else ""
 
 
-def main():
-    parts = {
+def parts():
+    """{NAME: text}"""
+    return {
         "run": run_output(),
         "comparisons": comparisons_table(),
         "example": example("examples/forward/main.cpp"),
@@ -92,9 +93,13 @@ def main():
         "thesis_memory": thesis_memory(),
         "stragglers": stragglers_table(),
     }
+
+
+def main():
+    made = parts()
     pages = {path: path.read_text() for path in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]}
     for path in pages:
-        for name, text in parts.items():
+        for name, text in made.items():
             pages[path] = re.sub(
                 rf"<!-- begin: {name} -->.*?<!-- end: {name} -->",
                 lambda _: f"<!-- begin: {name} -->\n{text + chr(10) if text else ''}<!-- end: {name} -->",
