@@ -15,6 +15,7 @@ from generated import ROOT, write_or_check
 sys.path += [str(ROOT / "lab"), str(ROOT / "bench")]
 
 from result_tables.common import RESULTS, for_each_card
+from result_tables.four_gpus import four_flashinfer, four_published, four_rivals, scaling_table, skewed_table
 from result_tables.frameworks import check_hf, engines_table, transformers_table
 from result_tables.layers import (
     FP8_SCALES,
@@ -84,6 +85,11 @@ def parts():
         "ep_fp8": for_each_card("ep_fp8.json", lambda: ranks_table("ep_fp8", "FP8, dispatch and combine inside the kernel.")),
         "ep_bf16": for_each_card("ep_bf16.json", lambda: ranks_table("ep_bf16", "bf16, dispatch and combine inside the kernel.")),
         "ep_thesis": for_each_card("ep_thesis.json", lambda: ranks_table("ep_thesis", "FlashDMoE's layer, bf16.")),
+        "four_rivals": four_rivals(),
+        "four_flashinfer": four_flashinfer(),
+        "four_published": four_published(),
+        "scaling": scaling_table(),
+        "ep_skewed": skewed_table(),
         "one_gpu_thesis": for_each_card("one_gpu_thesis.json", lambda: gpu_table("one_gpu_thesis", "FlashDMoE's layer on one {card}, bf16.")),
         "thesis_times": thesis_times(),
         "thesis_beside": thesis_beside(),
