@@ -152,7 +152,7 @@ class HostRank final : public LateRank {
   LayerOptions options() {
     LayerOptions o = problem_.options();
     if (world_.rank() + 1 == world_.size()) return o;
-    o.on_step = [&tasks = tasks_](const ProtocolStep& step) {
+    o.diagnostics.on_step = [&tasks = tasks_](const ProtocolStep& step) {
       using Kind = ProtocolStep::Kind;
       if (step.kind != Kind::kGemm1 && step.kind != Kind::kGemm2) return;
       tasks.all.fetch_add(1, std::memory_order_relaxed);
@@ -239,8 +239,8 @@ class DeviceRank final : public LateRank {
   LayerOptions options() const {
     LayerOptions o = problem_.options();
     o.backend = Backend::kCuda;
-    o.device = place_.device;
-    o.reserved_sms = place_.reserved_sms;
+    o.cuda.device = place_.device;
+    o.cuda.reserved_sms = place_.reserved_sms;
     return o;
   }
 

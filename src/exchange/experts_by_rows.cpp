@@ -468,7 +468,7 @@ void ByRows::sum_on_device(const ForwardOutput& output, std::int64_t tokens,
     unpermute(sums, positions, factors, static_cast<int>(terms), out);
   } else {
     unpermute(sums, positions, factors, static_cast<int>(terms), out,
-              {site_.device.stream(), site_.options.device});
+              {site_.device.stream(), site_.options.cuda.device});
   }
   site_.device.await_stream();
 }

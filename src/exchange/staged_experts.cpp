@@ -29,14 +29,12 @@ std::unique_ptr<LayerEngine> StagedSite::make_networks(const World& of, const La
   how.compute = compute;
   how.deadline = deadline;
   if (kernels == Backend::kCpu) return cpu::make_engine(of, networks, weights, how, nullptr);
-  how.device = options.device;
+  how.cuda = options.cuda;
   // One SM is left for the kernel that waits in the caller's stream: a launch that needs all
   // others' blocks at once could never begin beside it.
-  how.reserved_sms = options.reserved_sms + 1;
-  how.schedule = options.schedule;
+  ++how.cuda.reserved_sms;
   // The number of rows that came must not change bits, as it does not on one host.
-  if (!how.schedule.splits) how.schedule.splits = 1;
-  how.cooperative_launch = options.cooperative_launch;
+  if (!how.cuda.schedule.splits) how.cuda.schedule.splits = 1;
   return gpu::make_engine(of, networks, weights, how, nullptr);
 }
 

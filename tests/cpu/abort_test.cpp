@@ -28,7 +28,7 @@ struct Share {
   MoeLayer layer(const World& world, int threads = 1) const {
     LayerOptions options;
     options.max_tokens = kTokens;
-    options.num_threads = threads;
+    options.cpu.num_threads = threads;
     return {world, spec, weights, options};
   }
   void forward(MoeLayer& layer) {

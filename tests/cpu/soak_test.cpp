@@ -68,8 +68,8 @@ struct Script {
   int play(const World& world, std::uint64_t epochs) const {
     LayerOptions options;
     options.max_tokens = 64;
-    options.num_threads = world.rank() == 0 ? 2 : 1;
-    options.on_step = [this](const ProtocolStep& step) {
+    options.cpu.num_threads = world.rank() == 0 ? 2 : 1;
+    options.diagnostics.on_step = [this](const ProtocolStep& step) {
       thread_local std::uint64_t state = static_cast<std::uint64_t>(step.rank) * 7919 + seed;
       state = scramble(state);
       if (state % 64 == 0) {

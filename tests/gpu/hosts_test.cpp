@@ -276,9 +276,9 @@ TEST_P(GpuHostsStop, InTheLayerOfItsHostIsNamedByAll) {
     options.deadline = std::chrono::seconds(2);
     options.pre_sum_per_host = true;
     options = options_of_rank(rank, kAll, options);
-    gpu::set_device(options.device);
+    gpu::set_device(options.cuda.device);
     const gpu::Stream stream;
-    auto owned = std::make_unique<HeldDevice>(gpu::make_staging_device(options.device));
+    auto owned = std::make_unique<HeldDevice>(gpu::make_staging_device(options.cuda.device));
     HeldDevice& device = *owned;
     const std::unique_ptr<LayerEngine> layer =
         make_staged_layer(world, spec, weights_of_rank(weights, rank, kAll), options,
@@ -410,7 +410,7 @@ TEST_P(GpuHostsLaunchedLayers, OfEverySize) {
   std::vector<std::vector<float>> values;
   {
     LayerOptions options;
-    options.schedule.splits = 1;
+    options.cuda.schedule.splits = 1;
     DeviceLayer alone(spec, weights, kMostTokens, options);
     for (const int size : kSizes) {
       const auto seed = static_cast<std::uint64_t>(size * world.size() + world.rank());

@@ -136,7 +136,7 @@ TEST_F(RanksTest, ManyExperts) {
           const Batch batch = routed(spec, tokens, beta);
           // One rank's small pass is another kernel, which may split the second GEMM.
           LayerOptions options;
-          options.schedule.small_tokens = 0;
+          options.cuda.schedule.small_tokens = 0;
           const BatchResult one =
               run_on_gpus(spec, w, batch, Shares::even(tokens, 1), DType::kBF16, 2, options);
           expect_accurate(spec, w, batch, one, fp8);
@@ -408,12 +408,12 @@ TEST_F(RanksTest, RanksThatDisagreeAreTold) {
 
 WorkspaceOptions workspace_options(const World& world) {
   const LayerOptions of_rank = options_of_rank(world.rank(), world.size(), {});
-  gpu::set_device(of_rank.device);
+  gpu::set_device(of_rank.cuda.device);
   WorkspaceOptions options;
   options.backend = Backend::kCuda;
   options.max_tokens = 150;
-  options.device = of_rank.device;
-  options.reserved_sms = of_rank.reserved_sms;
+  options.device = of_rank.cuda.device;
+  options.reserved_sms = of_rank.cuda.reserved_sms;
   return options;
 }
 
@@ -462,7 +462,8 @@ TEST_F(RanksTest, RanksThatDoNotFitOnTheirGpuAreTold) {
   const MoeWeights w = make_weights(spec, DType::kBF16);
   for (const std::exception_ptr& failure : run_ranks(World::threads(2), [&](const World& world) {
          gpu::set_device(0);
-         const LayerOptions options{.backend = Backend::kCuda, .device = 0, .reserved_sms = 10};
+         const LayerOptions options{.backend = Backend::kCuda,
+                                    .cuda = {.device = 0, .reserved_sms = 10}};
          MoeLayer(world, spec, w, options);
        })) {
     ASSERT_TRUE(failure);

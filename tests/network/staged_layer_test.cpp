@@ -117,7 +117,7 @@ TEST(StagedLayer, DropsAndSumsPerHostAsTheCpuEngine) {
   test::ChaosHosts hosts;
   hosts.ranks_of_hosts = kHosts;
   options.max_tokens = 90;
-  options.num_threads = 1;
+  options.cpu.num_threads = 1;
   BatchResult expected = empty_result(spec, batch, kRanks, DType::kF32);
   expect_nothing_thrown(test::run_over_chaos(hosts, [&](const World& world) {
     MoeLayer layer(world, spec, weights_of_rank(weights, world.rank(), kRanks), options);
@@ -263,8 +263,8 @@ TEST(StagedLayer, OptionsThatItDoesNotHaveAreRefusedOnAllRanks) {
   for (const bool trace : {true, false}) {
     const auto thrown = test::run_over_chaos(hosts, [&](const World& world) {
       LayerOptions options;
-      options.trace = trace;
-      options.recorded_steps = trace ? 0 : 4;
+      options.diagnostics.trace = trace;
+      options.diagnostics.recorded_steps = trace ? 0 : 4;
       make_staged(world, spec, weights, options);
     });
     for (const std::exception_ptr& failure : thrown) {
