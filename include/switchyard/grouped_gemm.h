@@ -60,8 +60,8 @@ struct GroupedGemmOptions {
   Backend backend = Backend::kCpu;
   int max_rows = 65536;  // most rows of a call, over all experts
   int num_threads = 0;   // kCpu only, the calling thread included; 0: the hardware's
-  int device = -1;       // kCuda only, as in LayerOptions
-  int reserved_sms = 0;  // kCuda only, as in LayerOptions
+  int device = -1;       // kCuda only, as in CudaOptions
+  int reserved_sms = 0;  // kCuda only, as in CudaOptions
   // As LayerOptions::compute; kF8E4M3 quantises x as layers do. But with kCuda it may be kF16, too:
   // the choice for f16 weights. x and weights of other types are rounded to it, and numbers beyond
   // its range become infinite. (With kCpu that is Error{kUnsupported}; kF32 has every number of

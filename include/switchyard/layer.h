@@ -64,28 +64,57 @@ enum class BadIds : std::uint8_t {
   kSkip,
 };
 
+// Options that only layers with kCpu have. Others refuse all but the defaults.
+struct CpuOptions {
+  // Processor threads of this rank, the calling thread included. 0: the hardware threads of this
+  // host divided by the ranks of the world, at least 1.
+  int num_threads = 0;
+};
+
+// Options that only layers with kCuda have. Others refuse all but the defaults.
+struct CudaOptions {
+  // -1: the device that is current when the layer is made. Each rank that is a process chooses its
+  // own, by the launcher's LOCAL_RANK, say. Kernels of a world's ranks wait for each other, so
+  // ranks on the same device must leave SMs to the others (reserved_sms), and a few more.
+  int device = -1;
+  // Streaming multiprocessors that the layer leaves to other kernels.
+  int reserved_sms = 0;
+  // Launches cooperatively: all blocks of the kernel start at once, or none yet. Without it that
+  // holds only while no other kernel runs on the device; otherwise blocks wait for each other up to
+  // the deadline. Set it to false for profilers that cannot replay such launches of clusters: ncu
+  // 2025.3 reports an illegal instruction.
+  bool cooperative_launch = true;
+  // Choices that replace the layer's own rules.
+  Schedule schedule{};
+};
+
+// Records of a layer's passes, and faults that tests inject.
+struct Diagnostics {
+  // Record what every role does in each pass, for MoeLayer::trace(). With kCuda a second variant of
+  // the kernel does so, which is compiled for some activations only; the other has no trace of it.
+  bool trace = false;
+  // kCuda only, and only with `trace`: fault injection.
+  std::optional<SlowRole> slow_role{};
+  // Called at every protocol step of this rank, from any of its threads. For fault injection and
+  // tracing; an empty function costs one test per step. kCpu only.
+  std::function<void(const ProtocolStep&)> on_step{};
+  // The number of last passes whose rows of each expert are kept for MoeLayer::recording(). They
+  // take a ring of recorded_steps * (16 + 4 bytes for each place of an expert), with kCuda in
+  // device memory, which one warp of the kernel writes. 0: record nothing, at no cost; at most
+  // 2^20. Ranks may differ.
+  int recorded_steps = 0;
+  // The layer's name in its recording: "layers.3". It may be any text, or none.
+  std::string name{};
+};
+
 struct LayerOptions {
   Backend backend = Backend::kCpu;
   // Most tokens this rank may pass to one forward(). All ranks must declare the same number. With
   // kCpu it bounds address space, and memory is committed by what really arrives; with kCuda device
   // memory is allocated for what may arrive.
   int max_tokens = 8192;
-  // kCpu only. Processor threads of this rank, the calling thread included. 0: the hardware threads
-  // of this host divided by the ranks of the world, at least 1.
-  int num_threads = 0;
-  // kCuda only. -1: the device that is current when the layer is made. Each rank that is a process
-  // chooses its own, by the launcher's LOCAL_RANK, say. Kernels of a world's ranks wait for each
-  // other, so ranks on the same device must leave SMs to the others (reserved_sms), and a few more.
-  int device = -1;
-  // kCuda only. Streaming multiprocessors that the layer leaves to other kernels.
-  int reserved_sms = 0;
-  // kCuda only. Launches cooperatively: all blocks of the kernel start at once, or none yet.
-  // Without it that holds only while no other kernel runs on the device; otherwise blocks wait for
-  // each other up to the deadline. Set it to false for profilers that cannot replay such launches
-  // of clusters: ncu 2025.3 reports an illegal instruction.
-  bool cooperative_launch = true;
-  // kCuda only. Choices that replace the layer's own rules.
-  Schedule schedule{};
+  CpuOptions cpu{};
+  CudaOptions cuda{};
   // Shared memory to work in, for the layers of a model, whose passes follow one another (see
   // workspace.h): a workspace of the same world and backend, which may end before this layer. It
   // needs room for this layer. The same on all ranks. Null: memory of its own. With kCuda stats()
@@ -126,21 +155,7 @@ struct LayerOptions {
   bool pre_sum_per_host = false;
   // Longest wait without a sign of progress from any rank, a year at most. Zero: the world's.
   std::chrono::milliseconds deadline{0};
-  // Record what every role does in each pass, for MoeLayer::trace(). With kCuda a second variant of
-  // the kernel does so, which is compiled for some activations only; the other has no trace of it.
-  bool trace = false;
-  // kCuda only, and only with `trace`: fault injection.
-  std::optional<SlowRole> slow_role{};
-  // Called at every protocol step of this rank, from any of its threads. For fault injection and
-  // tracing; an empty function costs one test per step. kCpu only.
-  std::function<void(const ProtocolStep&)> on_step{};
-  // The number of last passes whose rows of each expert are kept for MoeLayer::recording(). They
-  // take a ring of recorded_steps * (16 + 4 bytes for each place of an expert), with kCuda in
-  // device memory, which one warp of the kernel writes. 0: record nothing, at no cost; at most
-  // 2^20. Ranks may differ.
-  int recorded_steps = 0;
-  // The layer's name in its recording: "layers.3". It may be any text, or none.
-  std::string name{};
+  Diagnostics diagnostics{};
   // How long a rank waits for late ranks' counts before it computes rows that are here. Rows of
   // late ranks are computed when they come, which reads weights again. Outputs are the same bits
   // either way. At most a year; ranks may differ.
@@ -322,11 +337,11 @@ class MoeLayer {
 
   // The routing of the last passes, over all ranks' tokens. With kCuda it waits like stats(), and
   // passes launched by a graph count. Throws Error{kInvalidArgument} without
-  // LayerOptions::recorded_steps, and what forward() throws for a failed pass.
+  // Diagnostics::recorded_steps, and what forward() throws for a failed pass.
   Recording recording() const;
 
   // The events of this rank's last pass. Waits like stats(). Throws Error{kInvalidArgument} without
-  // LayerOptions::trace, and what forward() throws for a failed pass.
+  // Diagnostics::trace, and what forward() throws for a failed pass.
   PassTrace trace() const;
 
   const LayerSpec& spec() const;

@@ -282,12 +282,12 @@ class Session {
     output.data = y.as<std::byte>();
     LayerOptions how;
     how.backend = options_.backend;
-    how.device = options_.device;
+    how.cuda.device = options_.device;
     how.max_tokens = static_cast<int>(tokens);
     std::vector<std::uint16_t> expected;
     {
       LayerOptions alone = how;
-      alone.schedule.splits = 1;  // as over several ranks
+      alone.cuda.schedule.splits = 1;  // as over several ranks
       const World world = World::single();
       MoeLayer layer(world, spec, weights, alone);
       layer.forward(input, output);

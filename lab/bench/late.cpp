@@ -182,10 +182,10 @@ class LateRank {
       const run::RankDevice place = run::rank_device(world_.rank(), world_.size(), {});
       gpu::set_device(place.device);
       o.backend = Backend::kCuda;
-      o.device = place.device;
-      o.reserved_sms = place.reserved_sms;
+      o.cuda.device = place.device;
+      o.cuda.reserved_sms = place.reserved_sms;
     } else if (world_.rank() + 1 < world_.size()) {
-      o.on_step = [&tasks = tasks_](const ProtocolStep& step) {
+      o.diagnostics.on_step = [&tasks = tasks_](const ProtocolStep& step) {
         using Kind = ProtocolStep::Kind;
         if (step.kind != Kind::kGemm1 && step.kind != Kind::kGemm2) return;
         tasks.all.fetch_add(1, std::memory_order_relaxed);

@@ -254,8 +254,8 @@ class LayerSubject : public TuneSubject {
       options.backend = backend_;
       options.max_tokens = static_cast<int>(max_tokens_);
       options.compute = compute_;
-      options.schedule = choice.schedule;
-      options.num_threads = choice.num_threads;
+      options.cuda.schedule = choice.schedule;
+      options.cpu.num_threads = choice.num_threads;
       layers_.push_back(std::make_unique<MoeLayer>(
           world_, spec_, weights_of(static_cast<std::size_t>(copy)), options));
     }

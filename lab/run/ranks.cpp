@@ -246,19 +246,19 @@ std::optional<RunResult> run_rank(World world, bool is_process, const Source& so
   LayerOptions layer_options;
   layer_options.backend = options.backend;
   layer_options.max_tokens = static_cast<int>(most_tokens);
-  layer_options.num_threads = options.threads;
+  layer_options.cpu.num_threads = options.threads;
   layer_options.compute = options.compute;
   layer_options.pre_sum_per_host = options.pre_sum_per_host;
-  layer_options.trace = options.trace;
-  layer_options.recorded_steps = options.recorded_steps;
-  layer_options.name = options.recorded_name;
+  layer_options.diagnostics.trace = options.trace;
+  layer_options.diagnostics.recorded_steps = options.recorded_steps;
+  layer_options.diagnostics.name = options.recorded_name;
   std::optional<RankDevice> device;
   if (options.backend == Backend::kCuda) {
     device = rank_device(is_process ? local_rank(std::getenv, world.rank()) : world.rank(),
                          world.size(), options.reserved_sms);
     gpu::set_device(device->device);
-    layer_options.device = device->device;
-    layer_options.reserved_sms = device->reserved_sms;
+    layer_options.cuda.device = device->device;
+    layer_options.cuda.reserved_sms = device->reserved_sms;
   }
   MoeLayer layer(world, source.spec, source.weights, layer_options);
 

@@ -64,7 +64,7 @@ std::unique_ptr<ExchangeEngine> make_engine(const World& world, const ExchangeSp
   attempt_together(world.fabric(), [&] {
     LayerOptions device;
     device.backend = Backend::kCuda;
-    device.device = options.device;
+    device.cuda.device = options.device;
     options.device = gpu::choose_device(device);
     if (over_hosts) staging = gpu::make_staging_device(options.device);
   });

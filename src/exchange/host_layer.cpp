@@ -76,14 +76,14 @@ std::unique_ptr<LayerEngine> StagedContext::make_networks(
   how.compute = compute;
   how.deadline = deadline;
   if (kernels == Backend::kCpu) return cpu::make_engine(of, networks, weights, how, nullptr);
-  how.device = options.device;
+  how.cuda.device = options.cuda.device;
   // One SM is left for the kernel that waits in the caller's stream: a launch that needs all
   // others' blocks at once could never begin beside it.
-  how.reserved_sms = options.reserved_sms + 1;
-  how.schedule = options.schedule;
+  how.cuda.reserved_sms = options.cuda.reserved_sms + 1;
+  how.cuda.schedule = options.cuda.schedule;
   // The number of rows that came must not change bits, as it does not on one host.
-  if (!how.schedule.splits) how.schedule.splits = 1;
-  how.cooperative_launch = options.cooperative_launch;
+  if (!how.cuda.schedule.splits) how.cuda.schedule.splits = 1;
+  how.cuda.cooperative_launch = options.cuda.cooperative_launch;
   return gpu::make_engine(of, networks, weights, how, nullptr);
 }
 

@@ -42,8 +42,9 @@ constexpr int kGateMultiple = 8;
 }
 
 void check_options(const LayerOptions& options) {
-  if (options.trace) refuse("trace is set", "leave it unset, or trace a world of one host");
-  if (options.recorded_steps > 0) {
+  if (options.diagnostics.trace)
+    refuse("trace is set", "leave it unset, or trace a world of one host");
+  if (options.diagnostics.recorded_steps > 0) {
     refuse("recorded_steps is set", "leave it at 0, or record on the CPU or on one host");
   }
 }
@@ -280,9 +281,9 @@ void Core::make_gate() {
   options.backend = kernels_;
   options.max_rows = options_.max_tokens;
   if (kernels_ == Backend::kCuda) {
-    options.device = options_.device;
+    options.device = options_.cuda.device;
     options.compute = DType::kBF16;
-    options.reserved_sms = options_.reserved_sms + 1;
+    options.reserved_sms = options_.cuda.reserved_sms + 1;
   } else {
     options.compute = value();
   }
@@ -598,7 +599,7 @@ std::unique_ptr<LayerEngine> make_engine_over_hosts(const World& world, const La
                                                     const MoeWeights& weights,
                                                     const LayerOptions& options) {
   std::unique_ptr<StagingDevice> device;
-  attempt_together(world.fabric(), [&] { device = make_staging_device(options.device); });
+  attempt_together(world.fabric(), [&] { device = make_staging_device(options.cuda.device); });
   return make_staged_layer(world, spec, weights, options, std::move(device));
 }
 

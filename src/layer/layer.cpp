@@ -46,10 +46,10 @@ void check_schedule(const Schedule& schedule) {
 
 void check_options(const LayerOptions& options) {
   require_max_tokens(options.max_tokens);
-  require_threads(options.num_threads);
-  require_device(options.device);
-  require_sms("reserved_sms", options.reserved_sms);
-  require_within("recorded_steps", options.recorded_steps, 0, kMostRecordedSteps,
+  require_threads(options.cpu.num_threads);
+  require_device(options.cuda.device);
+  require_sms("reserved_sms", options.cuda.reserved_sms);
+  require_within("recorded_steps", options.diagnostics.recorded_steps, 0, kMostRecordedSteps,
                  " (0: nothing is recorded)");
   if (options.bad_ids > BadIds::kSkip) {
     refuse(fmt::format("bad_ids is {}; use BadIds::kRaise or BadIds::kSkip",
@@ -61,47 +61,36 @@ void check_options(const LayerOptions& options) {
                        options.patience->count()));
   }
   if (options.compute) check_compute_type(*options.compute);
-  check_schedule(options.schedule);
+  check_schedule(options.cuda.schedule);
 }
 
 void check_cpu_options(const LayerOptions& options) {
-  if (options.slow_role) {
+  if (options.diagnostics.slow_role) {
     refuse("slow_role is set, but the backend is cpu; use on_step, or Backend::kCuda");
   }
-  if (options.device != -1) {
+  const auto refuse_set = [](const std::string& set, const char* value) {
     refuse(
-        fmt::format("device is {}, but the backend is cpu; use Backend::kCuda, or leave it at "
-                    "-1",
-                    options.device));
+        fmt::format("{}, but the backend is cpu; use Backend::kCuda, or leave it {}", set, value));
+  };
+  const CudaOptions& cuda = options.cuda;
+  if (cuda.device != -1) refuse_set(fmt::format("device is {}", cuda.device), "at -1");
+  if (cuda.reserved_sms != 0) {
+    refuse_set(fmt::format("reserved_sms is {}", cuda.reserved_sms), "at 0");
   }
-  if (options.reserved_sms != 0) {
-    refuse(
-        fmt::format("reserved_sms is {}, but the backend is cpu; use Backend::kCuda, or leave "
-                    "it at 0",
-                    options.reserved_sms));
-  }
-  if (options.schedule != Schedule{}) {
-    refuse(
-        "schedule is set, but the backend is cpu, which has one; use Backend::kCuda, or leave it "
-        "empty");
-  }
-  if (!options.cooperative_launch) {
-    refuse(
-        "cooperative_launch is false, but the backend is cpu; use Backend::kCuda, or leave it "
-        "true");
-  }
+  if (cuda.schedule != Schedule{}) refuse_set("schedule is set", "empty");
+  if (!cuda.cooperative_launch) refuse_set("cooperative_launch is false", "true");
 }
 
 void check_cuda_options(const LayerOptions& options) {
-  if (options.num_threads != 0) {
+  if (options.cpu.num_threads != 0) {
     refuse(fmt::format("num_threads is {}, but the backend is cuda, which has none; leave it at 0",
-                       options.num_threads));
+                       options.cpu.num_threads));
   }
-  if (options.on_step) {
+  if (options.diagnostics.on_step) {
     refuse(
         "on_step is set, but the backend is cuda, whose steps are on the device; leave it empty");
   }
-  if (options.slow_role && !options.trace) {
+  if (options.diagnostics.slow_role && !options.diagnostics.trace) {
     refuse("slow_role is set, but only kernels that trace are slow when told to; set trace, too");
   }
 }
@@ -144,7 +133,7 @@ std::unique_ptr<LayerEngine> make_engine(const World& world, const LayerSpec& sp
       return cpu::make_engine(world, spec, weights, options, std::move(memory));
     case Backend::kCuda:
       check_cuda_options(options);
-      options.device = gpu::choose_device(options);
+      options.cuda.device = gpu::choose_device(options);
       if (world.fabric().proxy() != nullptr) {
         return gpu::make_engine_over_hosts(world, spec, weights, options);
       }

@@ -27,7 +27,7 @@ struct Share : GatedTokens {
   MoeLayer layer(const World& world, int threads = 1) const {
     LayerOptions options;
     options.max_tokens = kTokens;
-    options.num_threads = threads;
+    options.cpu.num_threads = threads;
     return {world, spec, weights, options};
   }
 };

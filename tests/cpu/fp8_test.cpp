@@ -56,7 +56,7 @@ TEST_P(EveryModelInFp8, SameBitsOnEveryRepetitionAndRankCount) {
   for (const int ranks : {1, 2, 3}) {
     for (const int threads : {1, 3}) {
       LayerOptions options;
-      options.num_threads = threads;
+      options.cpu.num_threads = threads;
       const BatchResult again =
           run_batch(spec_, weights_, batch, Shares::even(103, ranks), DType::kBF16, options);
       EXPECT_TRUE(again.output == first.output) << ranks << " ranks, " << threads << " threads";
@@ -89,7 +89,7 @@ TEST(Fp8Scales, OtherBlocksComputeInBf16OrNotAtAll) {
   const Rescaled weights(fp8_weights(spec), 64, 32, 0);
   LayerOptions options;
   options.max_tokens = 4;
-  options.num_threads = 1;
+  options.cpu.num_threads = 1;
   EXPECT_EQ(MoeLayer(World::single(), spec, weights.get(), options).compute(), DType::kBF16);
   options.compute = kFp8;
   EXPECT_ERROR(MoeLayer(World::single(), spec, weights.get(), options), ErrorCode::kUnsupported,

@@ -104,9 +104,9 @@ TEST_P(Late, OthersWorkInTheMeantimeAndBitsAreTheSame) {
           BatchResult result = empty_result(spec, batch, kRanks, DType::kF32);
           run_all_ranks(World::threads(kRanks), [&](const World& world) {
             LayerOptions options = alone_options;
-            options.num_threads = 1;
+            options.cpu.num_threads = 1;
             options.patience = patience;
-            options.on_step = [&](const ProtocolStep& step) { watch.see(step); };
+            options.diagnostics.on_step = [&](const ProtocolStep& step) { watch.see(step); };
             MoeLayer layer(world, spec, weights_of_rank(weights, world.rank(), kRanks), options);
             if (world.rank() == late) {
               const bool done = test::eventually([&] {
@@ -167,9 +167,9 @@ TEST(LateRank, RowsThatComeLaterGetTilesOfTheirOwn) {
   const bool counts = std::string(cpu::gemm_instruction_set()) != "amx_bf16";
   run_all_ranks(World::threads(2), [&](const World& world) {
     LayerOptions options;
-    options.num_threads = 1;
+    options.cpu.num_threads = 1;
     options.patience = microseconds(0);
-    options.on_step = [&](const ProtocolStep& step) { watch.see(step); };
+    options.diagnostics.on_step = [&](const ProtocolStep& step) { watch.see(step); };
     MoeLayer layer(world, spec, weights, options);
     if (world.rank() == 1) {
       test::eventually([&] { return watch.all[0] >= 6; },
@@ -193,9 +193,11 @@ TEST(LateRank, ADeadRankIsNamed) {
     const auto failures = run_ranks(
         World::threads(3, test::with_deadline(milliseconds(250))), [&](const World& world) {
           LayerOptions options;
-          options.num_threads = 1;
+          options.cpu.num_threads = 1;
           options.patience = microseconds(0);
-          options.on_step = [&](const ProtocolStep& step) { gemms += step.kind == Kind::kGemm1; };
+          options.diagnostics.on_step = [&](const ProtocolStep& step) {
+            gemms += step.kind == Kind::kGemm1;
+          };
           MoeLayer layer(world, spec, weights, options);
           if (world.rank() == dead) return;
           const Batch batch{Matrix::random(90, spec.hidden, DType::kF32, 5), {}, {}, {}};
@@ -244,10 +246,10 @@ TEST(LateSoak, RandomLatenessAndSizes) {
     const auto r = static_cast<std::uint64_t>(world.rank());
     LayerOptions options;
     options.max_tokens = 160;
-    options.num_threads = world.rank() == 1 ? 2 : 1;
+    options.cpu.num_threads = world.rank() == 1 ? 2 : 1;
     options.patience = microseconds(20);
     std::atomic<bool> planned{false};
-    options.on_step = [&](const ProtocolStep& step) {
+    options.diagnostics.on_step = [&](const ProtocolStep& step) {
       if (step.kind == Kind::kPublishCounts) planned = false;
       if (step.kind == Kind::kPlan) planned = true;
       early += step.kind == Kind::kGemm1 && !planned;

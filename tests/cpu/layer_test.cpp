@@ -57,7 +57,7 @@ TEST_P(EveryModel, SameBitsOnEveryRepetitionAndRankCount) {
     for (const int ranks : {1, 2, 4}) {
       for (const int threads : {1, 3}) {
         LayerOptions options;
-        options.num_threads = threads;
+        options.cpu.num_threads = threads;
         const BatchResult again =
             run_batch(spec_, w, batch, Shares::even(203, ranks), dtype, options);
         EXPECT_TRUE(again.output == first.output)

@@ -78,7 +78,7 @@ TEST_P(Placements, MatchFp64) {
       BatchResult result = empty_result(spec, batch, ranks, DType::kF32);
       run_all_ranks(World::threads(ranks), [&](const World& world) {
         LayerOptions options;
-        options.num_threads = 2;
+        options.cpu.num_threads = 2;
         options.placement = placement;
         MoeLayer layer(world, spec, of_rank(w, placement, world.rank(), ranks), options);
         for (int i = 0; i < 3; ++i) {
@@ -109,7 +109,7 @@ TEST_P(Placements, OwnReplicasAreUsed) {
   BatchResult result = empty_result(spec, batch, ranks, DType::kF32);
   run_all_ranks(World::threads(ranks), [&](const World& world) {
     LayerOptions options;
-    options.num_threads = 1;
+    options.cpu.num_threads = 1;
     options.placement = everywhere;
     MoeLayer layer(world, spec, of_rank(w, everywhere, world.rank(), ranks), options);
     forward_share(layer, batch, shares, world.rank(), result);
@@ -130,7 +130,7 @@ TEST_P(Placements, ChangeBetweenPasses) {
   std::vector<BatchResult> results(4, empty_result(spec, batch, ranks, DType::kF32));
   run_all_ranks(World::threads(ranks), [&](const World& world) {
     LayerOptions options;
-    options.num_threads = 1;
+    options.cpu.num_threads = 1;
     options.placement = random_placement(16, 24, 0);
     MoeLayer layer(world, spec, of_rank(w, options.placement, world.rank(), ranks), options);
     for (std::size_t i = 0; i < results.size(); ++i) {
@@ -152,7 +152,7 @@ TEST(PlacementErrors, AreTold) {
   const MoeWeights w = generate_weights(spec, DType::kF32, 3, {.num_threads = 1});
   const auto make = [&](const World& world, const ExpertPlacement& placement) {
     LayerOptions options;
-    options.num_threads = 1;
+    options.cpu.num_threads = 1;
     options.placement = placement;
     MoeWeights own = w;
     own.experts.clear();

@@ -58,9 +58,9 @@ TEST_P(RecorderOfRanks, HasTheLastSteps) {
   BatchResult result = empty_result(spec, given.batches[0], ranks, DType::kF32);
   run_all_ranks(World::threads(ranks), [&](const World& world) {
     LayerOptions options;
-    options.num_threads = 2;
-    options.recorded_steps = 4;
-    options.name = "layers.3";
+    options.cpu.num_threads = 2;
+    options.diagnostics.recorded_steps = 4;
+    options.diagnostics.name = "layers.3";
     MoeLayer layer(world, spec, weights, options);
     EXPECT_TRUE(layer.recording().steps.empty());
     for (std::size_t i = 0; i < given.batches.size(); ++i) {
@@ -111,8 +111,8 @@ TEST(Recorder, CountsExpertsNotPlaces) {
   const GivenRouting given(2, spec);
   BatchResult result = empty_result(spec, given.batches[0], 1, DType::kF32);
   LayerOptions options;
-  options.num_threads = 1;
-  options.recorded_steps = 2;
+  options.cpu.num_threads = 1;
+  options.diagnostics.recorded_steps = 2;
   options.placement = first;
   MoeLayer layer(World::single(), spec, placed(first), options);
   forward_share(layer, given.batches[0], Shares::even(kTokens, 1), 0, result);
@@ -128,16 +128,16 @@ TEST(Recorder, IsOffUnlessAskedFor) {
   const LayerSpec spec = small_spec();
   const MoeWeights weights = generate_weights(spec, DType::kF32, 3, {.num_threads = 1});
   LayerOptions options;
-  options.num_threads = 1;
+  options.cpu.num_threads = 1;
   MoeLayer off(World::single(), spec, weights, options);
   EXPECT_ERROR(off.recording(), ErrorCode::kInvalidArgument, "recorded_steps");
-  options.recorded_steps = 100;
+  options.diagnostics.recorded_steps = 100;
   const MoeLayer on(World::single(), spec, weights, options);
   EXPECT_EQ(on.workspace_bytes() - off.workspace_bytes(), 8u + 100 * (16 + 4 * kExperts));
-  options.recorded_steps = -1;
+  options.diagnostics.recorded_steps = -1;
   EXPECT_ERROR(MoeLayer(World::single(), spec, weights, options), ErrorCode::kInvalidArgument,
                "recorded_steps is -1");
-  options.recorded_steps = (1 << 20) + 1;
+  options.diagnostics.recorded_steps = (1 << 20) + 1;
   EXPECT_ERROR(MoeLayer(World::single(), spec, weights, options), ErrorCode::kInvalidArgument,
                "recorded_steps is 1048577");
 }

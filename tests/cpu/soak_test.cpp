@@ -63,8 +63,8 @@ struct Script {
   int play(const World& world, std::uint64_t epochs) const {
     LayerOptions options;
     options.max_tokens = 64;
-    options.num_threads = world.rank() == 0 ? 2 : 1;
-    options.on_step = test::random_delays(seed);
+    options.cpu.num_threads = world.rank() == 0 ? 2 : 1;
+    options.diagnostics.on_step = test::random_delays(seed);
     MoeLayer layer(world, spec, weights, options);
     int different = 0;
     const auto r = static_cast<std::size_t>(world.rank());

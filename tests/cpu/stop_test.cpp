@@ -89,8 +89,8 @@ int play(const World& world, const Trial& trial, std::string& words,
   LayerOptions options;
   options.max_tokens = 64;
   options.deadline = kDeadline;
-  options.num_threads = trial.threads;
-  options.on_step = [&, rank = world.rank()](const ProtocolStep& step) {
+  options.cpu.num_threads = trial.threads;
+  options.diagnostics.on_step = [&, rank = world.rank()](const ProtocolStep& step) {
     if (rank == trial.victim && step.epoch >= 3 && step.kind == trial.kind &&
         steps_left.fetch_sub(1) == 0) {
       on_victims_step();

@@ -94,7 +94,7 @@ TEST_F(FewThreads, ARankThatCannotHaveThemIsToldToAll) {
     const auto failures = testing::run_ranks(worlds, [&](const World& world) {
       LayerOptions options;
       options.max_tokens = 8;
-      options.num_threads = world.rank() == 1 ? 512 : 1;
+      options.cpu.num_threads = world.rank() == 1 ? 512 : 1;
       MoeLayer(world, spec, weights, options);
     });
     for (const std::exception_ptr& failure : failures) {

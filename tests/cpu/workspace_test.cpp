@@ -50,7 +50,7 @@ struct Layers {
   MoeLayer make(const World& world, std::size_t l, const Workspace* workspace, int slot = 0) const {
     LayerOptions options;
     options.max_tokens = max_tokens(l);
-    options.num_threads = 1;
+    options.cpu.num_threads = 1;
     options.compute = compute;
     options.workspace = workspace;
     options.workspace_slot = slot;
@@ -161,7 +161,7 @@ TEST(Workspace, LayersThatNeedMoreAreRefused) {
     const auto refused = [&](const LayerSpec& spec, int max_tokens, const char* what) {
       SCOPED_TRACE(what);
       const MoeWeights weights = generate_weights(spec, DType::kF32, 1, {.num_threads = 1});
-      LayerOptions options{.max_tokens = max_tokens, .num_threads = 1};
+      LayerOptions options{.max_tokens = max_tokens, .cpu = {.num_threads = 1}};
       options.workspace = &workspace;
       EXPECT_ERROR(MoeLayer(world, spec, weights, options), ErrorCode::kInvalidArgument,
                    "does not fit");
@@ -275,9 +275,9 @@ TEST(Workspace, ASecondPassInTheSameSlotIsRefused) {
   BatchResult result = empty_result(layers.specs[0], batch, 1, DType::kF32);
   BatchResult of_other = empty_result(layers.specs[1], others, 1, DType::kF32);
   std::atomic<int> seen = 0;
-  LayerOptions options{.max_tokens = 10, .num_threads = 1};
+  LayerOptions options{.max_tokens = 10, .cpu = {.num_threads = 1}};
   options.workspace = &workspace;
-  options.on_step = [&](const ProtocolStep&) {
+  options.diagnostics.on_step = [&](const ProtocolStep&) {
     ++seen;
     EXPECT_ERROR(forward_share(other, others, Shares::even(5, 1), 0, of_other),
                  ErrorCode::kInvalidArgument, "another pass is under way in the same memory");
@@ -308,7 +308,7 @@ TEST(Workspace, ReleasesAndRestores) {
     std::atomic<std::uint64_t> before = 0, after = 0;
     run_all_ranks(World::threads(ranks), [&](World world) {
       Workspace workspace(world, spec, {.max_tokens = kTokens, .num_threads = 1});
-      LayerOptions options{.max_tokens = kTokens, .num_threads = 1};
+      LayerOptions options{.max_tokens = kTokens, .cpu = {.num_threads = 1}};
       options.workspace = &workspace;
       MoeLayer layer(world, spec, weights, options);
       forward_share(layer, batch, shares, world.rank(), results[0]);
@@ -343,7 +343,7 @@ TEST(Workspace, OneThatDiedCannotBeReleased) {
   BatchResult result = empty_result(layers.specs[0], batch, 2, DType::kF32);
   run_all_ranks(World::threads(2), [&](World world) {
     Workspace workspace(world, layers.specs, layers.options());
-    LayerOptions options{.max_tokens = 10, .num_threads = 1};
+    LayerOptions options{.max_tokens = 10, .cpu = {.num_threads = 1}};
     options.deadline = std::chrono::milliseconds(200);
     options.workspace = &workspace;
     MoeLayer layer(world, layers.specs[0], layers.weights[0], options);

@@ -220,9 +220,9 @@ TEST_P(GpuHostsStop, InTheLayerOfItsHostIsNamedByAll) {
     options.max_tokens = 40;
     options.deadline = std::chrono::seconds(2);
     options = options_of_rank(rank, kAll, options);
-    gpu::set_device(options.device);
+    gpu::set_device(options.cuda.device);
     const gpu::Stream stream;
-    auto owned = std::make_unique<HeldDevice>(gpu::make_staging_device(options.device));
+    auto owned = std::make_unique<HeldDevice>(gpu::make_staging_device(options.cuda.device));
     HeldDevice& device = *owned;
     const std::unique_ptr<LayerEngine> layer = make_staged_layer(
         world, spec, weights_of_rank(weights, rank, kAll), options, std::move(owned));
@@ -337,7 +337,7 @@ TEST_F(GpuHostsLaunched, LayersOfEverySize) {
   std::vector<std::vector<float>> values;
   {
     LayerOptions options;
-    options.schedule.small_tokens = 0;  // other kernels, which add in the order of several ranks
+    options.cuda.schedule.small_tokens = 0;  // other kernels, which add in the order of several ranks
     DeviceLayer alone(spec, weights, kMostTokens, options);
     for (const int size : kSizes) {
       const auto seed = static_cast<std::uint64_t>(size * world.size() + world.rank());

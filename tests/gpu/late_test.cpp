@@ -200,7 +200,7 @@ TEST_F(LateOnGpu, WithSchedulesOfTheCaller) {
          {Schedule{.paired_rows = 0, .band = 4}, Schedule{.paired_rows = -1, .lag = 1},
           Schedule{.lag = 40, .splits = 4}}) {
       LayerOptions options;
-      options.schedule = schedule;
+      options.cuda.schedule = schedule;
       expect_same_bits(spec, w, batch, Shares::even(1200, 2), all_delays(2), options);
       if (HasFailure()) return;
     }
@@ -221,7 +221,7 @@ TEST_F(LateOnGpu, WorksBeforeTheLateRankComes) {
     const Batch batch = routed(spec, kTokens, 1.0);
     const Shares shares = Shares::even(kTokens, 2);
     LayerOptions options;
-    options.trace = true;
+    options.diagnostics.trace = true;
     for (const bool waits : {false, true}) {
       SCOPED_TRACE(::testing::Message() << (fp8 ? "fp8" : "bf16") << ", waits " << waits);
       options.patience = waits ? kForEver : microseconds(20);

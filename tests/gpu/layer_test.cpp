@@ -221,7 +221,7 @@ TEST_F(GpuRouting, AnExpertNamedTwiceIsAnErrorAndHasTheTokenOnce) {
 
 TEST_F(GpuRouting, BeforeTheFirstPassThereIsNothing) {
   LayerOptions options;
-  options.trace = true;
+  options.diagnostics.trace = true;
   const LayerSpec spec = wide_spec(16, 4);
   DeviceLayer layer(spec, make_weights(spec, DType::kBF16, 3), 8, options);
   EXPECT_EQ(layer.layer().stats().epoch, 0u);
@@ -448,8 +448,8 @@ TEST_F(GpuOptions, FewerMultiprocessorsGiveTheSameBits) {
     for (const int reserved : {1, 17, num_sms - 1}) {
       SCOPED_TRACE(::testing::Message() << tokens << " tokens, " << reserved << " reserved");
       LayerOptions options;
-      options.reserved_sms = reserved;
-      options.cooperative_launch = reserved != 17;
+      options.cuda.reserved_sms = reserved;
+      options.cuda.cooperative_launch = reserved != 17;
       const BatchResult fewer = DeviceLayer(spec, w, tokens, options).run(batch, DType::kBF16);
       EXPECT_EQ(fewer.ids, all.ids);
       EXPECT_TRUE(fewer.weights == all.weights);
@@ -477,7 +477,7 @@ TEST_F(GpuOptions, OneMultiprocessorPacksMoreTilesThanItHasSlots) {
   batch.topk_weights.assign(64, 0.5f);
   const BatchResult expected = DeviceLayer(spec, w, 64).run(batch, DType::kBF16);
   LayerOptions options;
-  options.reserved_sms = gpu::device_info(gpu::current_device()).num_sms - 1;
+  options.cuda.reserved_sms = gpu::device_info(gpu::current_device()).num_sms - 1;
   DeviceLayer layer(spec, w, 64, options);
   EXPECT_TRUE(layer.run(batch, DType::kBF16).output == expected.output);
 }
@@ -493,7 +493,7 @@ TEST_F(GpuOptions, WhatItDoesNotDoIsRefused) {
   options.compute = DType::kF32;
   EXPECT_EQ(build(wide_spec(16, 4), options), ErrorCode::kUnsupported);
   options = {};
-  options.reserved_sms = gpu::device_info(gpu::current_device()).num_sms;
+  options.cuda.reserved_sms = gpu::device_info(gpu::current_device()).num_sms;
   EXPECT_NE(build(wide_spec(16, 4), options), ErrorCode::kSystem);
   spec = wide_spec(16, 16);
   EXPECT_EQ(code_of([&] { DeviceLayer(spec, make_weights(spec, DType::kBF16, 3), 1 << 23); }),

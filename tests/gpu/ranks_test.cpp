@@ -29,7 +29,7 @@ using RanksTest = OnGpu<::testing::Test>;
 
 // For a pass of one rank that is to have the bits of several: the kernel for few tokens adds in
 // another order.
-const LayerOptions kOrderOfManyTokens{.schedule = {.small_tokens = 0}};
+const LayerOptions kOrderOfManyTokens{.cuda = {.schedule = {.small_tokens = 0}}};
 
 void expect_accurate(const LayerSpec& spec, const MoeWeights& weights, const Batch& batch,
                      const BatchResult& result, bool fp8) {
@@ -141,7 +141,7 @@ TEST_F(RanksTest, ManyExperts) {
           const Batch batch = routed(spec, tokens, beta);
           // One rank's small pass is another kernel, which may split the second GEMM.
           LayerOptions options;
-          options.schedule.small_tokens = 0;
+          options.cuda.schedule.small_tokens = 0;
           const BatchResult one =
               run_on_gpus(spec, w, batch, Shares::even(tokens, 1), DType::kBF16, 2, options);
           expect_accurate(spec, w, batch, one, fp8);
@@ -373,12 +373,12 @@ TEST_F(RanksTest, RanksThatDisagreeAreTold) {
 
 WorkspaceOptions workspace_options(const World& world) {
   const LayerOptions of_rank = options_of_rank(world.rank(), world.size(), {});
-  gpu::set_device(of_rank.device);
+  gpu::set_device(of_rank.cuda.device);
   WorkspaceOptions options;
   options.backend = Backend::kCuda;
   options.max_tokens = 150;
-  options.device = of_rank.device;
-  options.reserved_sms = of_rank.reserved_sms;
+  options.device = of_rank.cuda.device;
+  options.reserved_sms = of_rank.cuda.reserved_sms;
   return options;
 }
 
@@ -429,7 +429,7 @@ TEST_F(RanksTest, RanksThatDoNotFitOnTheirGpuAreTold) {
                           [&](const World& world) {
                             gpu::set_device(0);
                             const LayerOptions options{
-                                .backend = Backend::kCuda, .device = 0, .reserved_sms = 10};
+                                .backend = Backend::kCuda, .cuda = {.device = 0, .reserved_sms = 10}};
                             MoeLayer(world, spec, w, options);
                           }),
                 ErrorCode::kInvalidArgument, "ranks 0 and 1 share the GPU");

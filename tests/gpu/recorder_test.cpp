@@ -35,8 +35,8 @@ class GpuRecorder : public OnGpu<::testing::TestWithParam<DType>> {
 // Small passes, large ones and pairs, with more of them than the ring has slots.
 TEST_P(GpuRecorder, HasWhatThePassesRouted) {
   LayerOptions options;
-  options.recorded_steps = 5;
-  options.name = "layers.7";
+  options.diagnostics.recorded_steps = 5;
+  options.diagnostics.name = "layers.7";
   DeviceLayer layer(spec_, weights_, 1500, options);
   EXPECT_TRUE(layer.layer().recording().steps.empty());
   std::vector<RecordedStep> expected;
@@ -54,7 +54,7 @@ TEST_P(GpuRecorder, HasWhatThePassesRouted) {
 
 TEST_P(GpuRecorder, ReplaysAreStepsOfTheirOwn) {
   LayerOptions options;
-  options.recorded_steps = 8;
+  options.diagnostics.recorded_steps = 8;
   DeviceLayer layer(spec_, weights_, 64, options);
   const Batch batch = random_batch(spec_, 64, DType::kBF16, 5),
               other = random_batch(spec_, 64, DType::kBF16, 6);
@@ -81,7 +81,7 @@ TEST_P(GpuRecorder, IsOffUnlessAskedFor) {
   DeviceLayer off(spec_, weights_, 300);
   EXPECT_THROW(off.layer().recording(), Error);
   LayerOptions options;
-  options.recorded_steps = 3;
+  options.diagnostics.recorded_steps = 3;
   DeviceLayer on(spec_, weights_, 300, options);
   for (const int tokens : {16, 300}) {
     const Batch batch = random_batch(spec_, tokens, DType::kBF16, 9);

@@ -22,7 +22,7 @@ class GpuSchedule : public OnGpu<::testing::TestWithParam<DType>> {
 
   BatchResult run(const Schedule& schedule, const Batch& batch) const {
     LayerOptions options;
-    options.schedule = schedule;
+    options.cuda.schedule = schedule;
     DeviceLayer layer(spec_, weights_, 1500, options);
     const BatchResult result = layer.run(batch, DType::kBF16);
     if (GetParam() == kFp8) {
@@ -62,8 +62,8 @@ TEST_P(GpuSchedule, EveryOrder) {
     }
   }
   LayerOptions few, many;
-  few.schedule.lag = 1;
-  many.schedule.lag = 30;
+  few.cuda.schedule.lag = 1;
+  many.cuda.schedule.lag = 30;
   EXPECT_LT(DeviceLayer(spec_, weights_, 1500, few).layer().workspace_bytes(),
             DeviceLayer(spec_, weights_, 1500, many).layer().workspace_bytes());
 }

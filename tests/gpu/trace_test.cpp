@@ -123,7 +123,7 @@ TEST_F(TraceTest, EveryTaskOnceInOrderAndTheSameBits) {
         BatchResult traced = empty_result(spec, batch, 1, DType::kBF16);
         run_all_ranks(World::threads(1), [&](const World& world) {
           LayerOptions options;
-          options.trace = true;
+          options.diagnostics.trace = true;
           DeviceRank rank(world, spec, w, 1000, options);
           for (std::uint64_t pass = 1; pass <= 3; ++pass) {
             const std::int64_t before = trace::now_ns();
@@ -156,7 +156,7 @@ TEST_F(TraceTest, RowsArePackedAfterTheyAreSent) {
     BatchResult result = empty_result(spec, batch, ranks, DType::kBF16);
     run_all_ranks(World::threads(ranks), [&](const World& world) {
       LayerOptions options;
-      options.trace = true;
+      options.diagnostics.trace = true;
       DeviceRank rank(world, spec, w, kTokens, options);
       rank.run(batch, shares, result);
       const std::int64_t before = trace::now_ns();
@@ -217,7 +217,7 @@ TEST_F(TraceTest, AStragglerCostsOnlyWhatItIsLate) {
   std::array<std::array<std::array<PassTrace, kRanks>, 2>, kRepeats> traces;
   run_all_ranks(World::threads(kRanks), [&](const World& world) {
     LayerOptions options;
-    options.trace = true;
+    options.diagnostics.trace = true;
     DeviceRank rank(world, spec, w, kTokens, options);
     DeviceBatch share = rank.share(batch, shares);
     rank.forward(share);
@@ -281,8 +281,8 @@ TEST_F(TraceTest, SlowRolesChangeNothing) {
         BatchResult result = empty_result(spec, batch, kRanks, DType::kBF16);
         run_all_ranks(World::threads(kRanks), [&](const World& world) {
           LayerOptions options;
-          options.trace = true;
-          if (world.rank() == slow) options.slow_role = SlowRole{role, 200'000};
+          options.diagnostics.trace = true;
+          if (world.rank() == slow) options.diagnostics.slow_role = SlowRole{role, 200'000};
           DeviceRank rank(world, spec, w, kTokens, options);
           for (int pass = 0; pass < 5; ++pass) rank.run(batch, shares, result);
         });
@@ -307,9 +307,9 @@ int failed_ranks(const LayerSpec& spec, const MoeWeights& w, const Batch& batch,
   run_all_ranks(World::threads(static_cast<int>(shares.count.size())), [&](const World& world) {
     const int r = world.rank();
     LayerOptions options;
-    options.trace = true;
+    options.diagnostics.trace = true;
     options.deadline = deadline;
-    if (r == 0) options.slow_role = slow;
+    if (r == 0) options.diagnostics.slow_role = slow;
     DeviceRank rank(world, spec, w, most, options);
     DeviceBatch share = rank.share(batch, shares);
     try {
@@ -351,9 +351,9 @@ TEST_F(TraceTest, AStalledRoleIsOfTheRankThatIsNamed) {
     run_all_ranks(World::threads(ranks), [&](const World& world) {
       const int r = world.rank();
       LayerOptions options;
-      options.trace = true;
+      options.diagnostics.trace = true;
       options.deadline = std::chrono::milliseconds(20);
-      if (r == victim) options.slow_role = SlowRole{role, 150'000'000};
+      if (r == victim) options.diagnostics.slow_role = SlowRole{role, 150'000'000};
       DeviceRank rank(world, spec, weights[fp8], tokens, options);
       DeviceBatch share = rank.share(batch, shares);
       rank.world().barrier();
@@ -447,7 +447,7 @@ TEST_F(TraceTest, OnlyWhatWasAskedForAndCompiled) {
   w = generate_weights(spec, DType::kBF16, 3, {});
   LayerOptions options;
   options.backend = Backend::kCuda;
-  options.trace = true;
+  options.diagnostics.trace = true;
   try {
     const MoeLayer layer(World::threads(1)[0], spec, w, options);
     ADD_FAILURE() << "nothing was thrown";

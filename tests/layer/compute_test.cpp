@@ -125,7 +125,7 @@ TEST(Compute, TheLayerTells) {
   const auto compute_of = [](const MoeWeights& w, std::optional<DType> asked) {
     LayerOptions options;
     options.max_tokens = 4;
-    options.num_threads = 1;
+    options.cpu.num_threads = 1;
     options.compute = asked;
     return MoeLayer(World::single(), spec(), w, options).compute();
   };

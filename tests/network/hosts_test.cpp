@@ -91,7 +91,7 @@ TEST_P(HostsAndRanks, EveryModelHasTheBitsOfOneHost) {
       SCOPED_TRACE(model_table()[c].name);
       const auto& [spec, weights, batch, expected] = cases[c];
       LayerOptions options;
-      options.num_threads = 1;
+      options.cpu.num_threads = 1;
       options.max_tokens = static_cast<int>(kTokens);
       MoeLayer layer(world, spec, weights_of_rank(weights, world.rank(), world.size()), options);
       for (int pass = 0; pass < 3; ++pass) {
@@ -114,7 +114,7 @@ TEST_P(HostsAndRanks, LayersOfDevicesSumPerHost) {
   const Shares shares = Shares::even(tokens, size());
   LayerOptions options;
   options.max_tokens = static_cast<int>(tokens);
-  options.num_threads = 1;
+  options.cpu.num_threads = 1;
   const Matrix expected =
       run_batch(spec, weights, batch, Shares::of({tokens}), DType::kF32, options).output;
   const std::vector<float> values = expected.floats();
@@ -207,7 +207,7 @@ TEST_P(Flows, MoreThanAllWindowsHold) {
     batch.topk_weights.insert(batch.topk_weights.end(), {0.75f, 0.25f});
   }
   LayerOptions options;
-  options.num_threads = 1;
+  options.cpu.num_threads = 1;
   options.max_tokens = static_cast<int>(total);
   const Matrix expected =
       run_batch(spec, weights, batch, Shares::of({total}), DType::kBF16, options).output;
@@ -283,11 +283,11 @@ TEST_P(HostsStops, EveryRankNamesTheOneThatStopped) {
           LayerOptions options;
           options.max_tokens = static_cast<int>(tokens);
           options.deadline = kDeadline;
-          options.num_threads = 1;
+          options.cpu.num_threads = 1;
           std::optional<MoeLayer> layer;
           std::optional<Staged> staged;
           if (two_levels) {
-            options.num_threads = 0;
+            options.cpu.num_threads = 0;
             staged.emplace(make_staged(world, spec, weights, options));
           } else {
             layer.emplace(world, spec, weights, options);
@@ -371,7 +371,7 @@ TEST_P(HostsCable, OutForAWhileOrForGood) {
     LayerOptions options;
     options.max_tokens = 64;
     options.deadline = deadline;
-    options.num_threads = 1;
+    options.cpu.num_threads = 1;
     MoeLayer layer(world, spec, weights, options);
     const Batch batch = random_batch(spec, 60, DType::kF32, 1);
     const Shares shares = Shares::even(60, 3);
@@ -434,7 +434,7 @@ TEST_F(HostsTest, HostsThatCannotReachEachOtherReportOneFailure) {
       LayerOptions options;
       options.max_tokens = 64;
       options.deadline = milliseconds(2'000);
-      options.num_threads = 1;
+      options.cpu.num_threads = 1;
       MoeLayer layer(world, spec, weights, options);
       const Batch batch = random_batch(spec, 60, DType::kF32, 1);
       BatchResult result = empty_result(spec, batch, 3, DType::kF32);
@@ -586,7 +586,7 @@ TEST_F(HostsTest, AbortReachesOtherHosts) {
     const MoeWeights weights = generate_weights(spec, DType::kF32, 1, {.num_threads = 1});
     LayerOptions options;
     options.max_tokens = 64;
-    options.num_threads = 1;
+    options.cpu.num_threads = 1;
     MoeLayer layer(world, spec, weights, options);
     const auto start = test::Clock::now();
     if (rank == 3) {

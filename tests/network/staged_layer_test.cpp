@@ -249,8 +249,8 @@ TEST(StagedLayer, OptionsThatItDoesNotHaveAreRefusedOnAllRanks) {
   for (const bool trace : {true, false}) {
     const auto thrown = test::run_over_chaos(hosts, [&](const World& world) {
       LayerOptions options;
-      options.trace = trace;
-      options.recorded_steps = trace ? 0 : 4;
+      options.diagnostics.trace = trace;
+      options.diagnostics.recorded_steps = trace ? 0 : 4;
       make_staged(world, spec, weights, options);
     });
     for (const std::exception_ptr& failure : thrown) {

@@ -372,7 +372,7 @@ void expect_bits_of_layer(const LayerSpec& spec, DType dtype, DType x, GateOrder
   const MoeWeights weights = make_weights(spec, dtype, 11, 1);
   const Batch batch = routed_batch(spec, kTokens, x);
   LayerOptions layer_options;
-  layer_options.num_threads = threads;
+  layer_options.cpu.num_threads = threads;
   const BatchResult fused =
       run_batch(spec, weights, batch, Shares::even(kTokens, 1), DType::kF32, layer_options);
 

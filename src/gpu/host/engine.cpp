@@ -54,7 +54,7 @@ KernelEntry choose_kernel(const World& world, const LayerSpec& spec, const MoeWe
   const DType compute = resolve_compute(weights, options.compute);
   // Weights that need fp32 are computed in bf16, unless the caller asked for fp32: that is refused.
   const bool rounds = compute == DType::kF32 && !options.compute;
-  return find_kernel(spec.activation, rounds ? DType::kBF16 : compute, options.trace);
+  return find_kernel(spec.activation, rounds ? DType::kBF16 : compute, options.diagnostics.trace);
 }
 
 class Engine final : public LayerEngine {
@@ -75,7 +75,7 @@ class Engine final : public LayerEngine {
   void rebind(const MoeWeights& weights, const ExpertPlacement* placement) override;
   const ForwardStats& stats() override;
   Recording recording() override;
-  bool records() const override { return options_.recorded_steps > 0; }
+  bool records() const override { return options_.diagnostics.recorded_steps > 0; }
   PassTrace trace() override;
   bool traces() const override { return trace_.has_value(); }
   const LayerSpec& spec() const override { return spec_; }
@@ -154,7 +154,7 @@ Engine::Engine(const World& world, const LayerSpec& spec, const MoeWeights& weig
       spec_(spec),
       weights_(weights),
       options_(options),
-      device_(options.device),
+      device_(options.cuda.device),
       kernel_(choose_kernel(world, spec, weights, options)),
       memory_(std::move(memory)) {
   if (world.size() > kMaxDeviceRanks) {
@@ -221,7 +221,7 @@ Engine::Engine(const World& world, const LayerSpec& spec, const MoeWeights& weig
   }
   attempt_together(world_.fabric(), [&] {
     memory_->require_room(layout_->needs(), device_);
-    if (options_.trace) trace_.emplace(grid_);
+    if (options_.diagnostics.trace) trace_.emplace(grid_);
     counts_ = DeviceBuffer((static_cast<std::size_t>(num_places()) + 1) * sizeof(std::uint32_t));
     SWITCHYARD_CUDA(cudaMemset(counts_.data(), 0, counts_.bytes()));
     SWITCHYARD_CUDA(cudaDeviceSynchronize());
@@ -232,8 +232,8 @@ Engine::Engine(const World& world, const LayerSpec& spec, const MoeWeights& weig
           DeviceBuffer(blocks * static_cast<std::size_t>(num_places()) * sizeof(std::uint32_t));
       params_.block_rows = reinterpret_cast<std::uint32_t*>(block_rows_.data());
     }
-    if (options_.recorded_steps > 0) {
-      params_.ring.slots = static_cast<std::uint32_t>(options_.recorded_steps);
+    if (options_.diagnostics.recorded_steps > 0) {
+      params_.ring.slots = static_cast<std::uint32_t>(options_.diagnostics.recorded_steps);
       params_.ring.experts = static_cast<std::uint32_t>(num_places());
       ring_ = DeviceBuffer(params_.ring.num_words() * sizeof(std::uint64_t));
       SWITCHYARD_CUDA(cudaMemset(ring_.data(), 0, ring_.bytes()));
@@ -332,7 +332,8 @@ void Engine::rebind(const MoeWeights& weights, const ExpertPlacement* placement)
   Weights laid_out = lay_out_weights(weights);
   weights_ = weights;
   if (placement != nullptr) {
-    if (options_.recorded_steps > 0) placements_.emplace_back(recorded_steps(), *placement);
+    if (options_.diagnostics.recorded_steps > 0)
+      placements_.emplace_back(recorded_steps(), *placement);
     place_of_ = upload_places(*placement);
     options_.placement = *placement;
   }
@@ -381,7 +382,7 @@ void Engine::choose_grid() {
                     "memory; use an H100 or H200",
                     device_, info.name, kernel_.shape.threads, kernel_.shape.shared_bytes));
   }
-  grid_ = static_cast<unsigned>(info.num_sms - options_.reserved_sms);
+  grid_ = static_cast<unsigned>(info.num_sms - options_.cuda.reserved_sms);
   // A cluster takes neighbouring multiprocessors, so fewer of them may fit.
   cudaLaunchAttribute attributes[kMaxAttributes]{};
   const cudaLaunchConfig_t config = launch_config(true, attributes, nullptr);
@@ -441,7 +442,7 @@ std::optional<std::uint64_t> Engine::patience_for(std::int64_t tokens) const {
 PassSizes Engine::pass_sizes() const {
   PassSizes sizes;
   sizes.policy = policy();
-  sizes.order = order_of(options_.schedule);
+  sizes.order = order_of(options_.cuda.schedule);
   sizes.num_ranks = world_.size();
   sizes.num_places = num_places();
   sizes.own_places = params_.local_experts;
@@ -495,14 +496,15 @@ void Engine::forward(const ForwardInput& input, const ForwardOutput& output) {
   call.token_ids = input.token_ids.data();
   call.out_ids = output.topk_ids.empty() ? nullptr : output.topk_ids.data();
   call.out_weights = output.topk_weights.empty() ? nullptr : output.topk_weights.data();
-  if (trace_) call.trace = trace_->buffer(options_.slow_role);
+  if (trace_) call.trace = trace_->buffer(options_.diagnostics.slow_role);
   require_aligned("activations", call.x, call.x_stride, call.x_type, x.rows);
   require_aligned("outputs", call.y, call.y_stride, call.y_type, x.rows);
 
   const DeviceScope scope(device_);
-  const Launch launch = choose_launch(
-      options_.schedule, {x.rows, num_places(), spec_.top_k, world_.size(), policy().small_tokens,
-                          policy().small_logits, paired_grid_ >= kPair});
+  const Launch launch =
+      choose_launch(options_.cuda.schedule,
+                    {x.rows, num_places(), spec_.top_k, world_.size(), policy().small_tokens,
+                     policy().small_logits, paired_grid_ >= kPair});
   const bool small = launch == Launch::kSmall, pairs = launch == Launch::kPaired;
   call.paired = pairs ? 1 : 0;
   const bool overlaps = x.rows > 1 && x.row_stride < spec_.hidden;
@@ -543,7 +545,7 @@ cudaLaunchConfig_t Engine::launch_config(bool paired, cudaLaunchAttribute* attri
     attributes[count].id = cudaLaunchAttributeClusterDimension;
     attributes[count++].val.clusterDim = {kPair, 1, 1};
   }
-  if (options_.cooperative_launch) {
+  if (options_.cuda.cooperative_launch) {
     attributes[count].id = cudaLaunchAttributeCooperative;
     attributes[count++].val.cooperative = 1;
   }

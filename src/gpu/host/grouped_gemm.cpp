@@ -117,8 +117,8 @@ FfnWeights as_ffn(const GroupedGemmSpec& spec, const MatrixView& matrix, const V
 int checked_device(const GroupedGemmOptions& options) {
   LayerOptions layer;
   layer.backend = Backend::kCuda;
-  layer.device = options.device;
-  layer.reserved_sms = options.reserved_sms;
+  layer.cuda.device = options.device;
+  layer.cuda.reserved_sms = options.reserved_sms;
   return choose_device(layer);
 }
 

@@ -322,8 +322,8 @@ std::shared_ptr<switchyard::PassMemory> make_memory(const World& world,
                                                     std::uint64_t id) {
   LayerOptions of_layer;
   of_layer.backend = Backend::kCuda;
-  of_layer.device = options.device;
-  of_layer.reserved_sms = options.reserved_sms;
+  of_layer.cuda.device = options.device;
+  of_layer.cuda.reserved_sms = options.reserved_sms;
   std::optional<MemoryNeeds> needs;
   int device = 0;
   attempt_together(world.fabric(), [&] {
