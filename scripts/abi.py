@@ -45,18 +45,7 @@ START = '''"""The C interface as ctypes sees it. scripts/abi.py makes this file 
 from __future__ import annotations
 
 from ctypes import (
-    CFUNCTYPE,
-    POINTER,
-    Structure,
-    c_char_p,
-    c_double,
-    c_float,
-    c_int32,
-    c_int64,
-    c_uint32,
-    c_uint64,
-    c_void_p,
-    sizeof,
+@names@,
 )
 from typing import Any
 
@@ -198,7 +187,10 @@ def made(text):
         *header.functions,
         "}\n",
     ]
-    return "".join([START, *header.constants, *header.types, *functions])
+    body = "".join([*header.constants, *header.types, *functions])
+    names = sorted({"Structure", "sizeof", *re.findall(r"\bc_\w+|\bPOINTER\b|\bCFUNCTYPE\b", body)})
+    listed = textwrap.fill(", ".join(names), 116, initial_indent=" " * 4, subsequent_indent=" " * 4)
+    return START.replace("@names@", listed) + body
 
 
 if __name__ == "__main__":

@@ -564,10 +564,8 @@ class Exchange(Owned):
             That of `combine_send`.
         out : array [T, H], optional
             bf16, fp16 or fp32. None: a new one of the combine type.
-        scale : float
-            Multiplies the sum.
-        accumulate : bool
-            Add to `out` instead of replacing it.
+        scale, accumulate
+            As of `Experts.__call__`.
 
         Returns
         -------

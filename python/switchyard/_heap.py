@@ -109,16 +109,8 @@ class SymmetricHeap(Owned):
 
     Raises
     ------
-    InvalidArgument
-        For no bytes, or a device that is none.
-    SpecMismatch
-        If ranks differ, naming the rank and what it asked for.
-    CapacityExceeded
-        If memory is short.
-    Unsupported
-        For what the library does not do in this build or on this machine.
-    Timeout
-        If a rank does not come.
+    Error
+        As `Exchange` does; InvalidArgument also for no bytes, or a device that is none.
     """
 
     _noun = "heap"
@@ -246,6 +238,8 @@ class SymmetricHeap(Owned):
         span = 0
         if math.prod(shape) != 0:
             span = item * (1 + sum((n - 1) * s for n, s in zip(shape, strides)))
+        elif address == 0:  # torch tells no address of a tensor without elements
+            address = self.peer_map.bases[self.peer_map.rank]
         self._translate(address + span, rank)  # its end is in the heap, too
         there = self._translate(address, rank)
         return self._array(there, span, array.dtype, shape, strides)

@@ -320,13 +320,8 @@ class MoeLayer(torch.nn.Module):
 
         Raises
         ------
-        InvalidArgument, ShapeMismatch, DTypeMismatch, CapacityExceeded
-            Before anything is sent.
-        Timeout, Aborted
-            The layer is dead then; the world lives.
-        Unsupported
-            If a gradient is asked for: there is no backward pass. With `out` at once, otherwise by
-            ``backward()``.
+        Error
+            As ``Experts.__call__`` does.
         """
         self._refuse_changes()
         self._check_arguments(hidden_states, token_ids, out)

@@ -102,18 +102,6 @@ def _experts(
     return out
 
 
-def _experts_fake(
-    x: torch.Tensor,
-    topk_ids: torch.Tensor,
-    topk_weights: torch.Tensor,
-    x_scale: torch.Tensor | None,
-    parameters: list[torch.Tensor],
-    scale: float,
-    layer: int,
-) -> torch.Tensor:
-    return _empty(x, x_scale)
-
-
 def _experts_out(
     x: torch.Tensor,
     topk_ids: torch.Tensor,
@@ -147,7 +135,9 @@ def _backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
 _library.impl("experts", _experts, "CompositeExplicitAutograd")
 _library.impl("experts_out", _experts_out, "CompositeExplicitAutograd")
 _library.impl("missing_backward", _missing_backward, "CompositeExplicitAutograd")
-torch.library.register_fake("switchyard::experts", _experts_fake, lib=_library)
+torch.library.register_fake(
+    "switchyard::experts", lambda x, ids, weights, x_scale, *others: _empty(x, x_scale), lib=_library
+)
 torch.library.register_fake("switchyard::experts_out", lambda *arguments: None, lib=_library)
 torch.library.register_fake(
     "switchyard::missing_backward", lambda gradient, like: torch.empty_like(like), lib=_library

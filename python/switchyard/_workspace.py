@@ -169,12 +169,8 @@ class Workspace(Owned):
         For sizes and options that make no sense together.
     CapacityExceeded
         If memory is short; an exception of the allocator is its cause.
-    SpecMismatch
-        If ranks disagree.
-    Unsupported
-        For what the library does not do in this build or on this machine.
-    Timeout
-        If a rank does not come.
+    SpecMismatch, Unsupported, Timeout
+        As `Experts` does.
     """
 
     _noun = "workspace"

@@ -124,9 +124,7 @@ class World(Owned):
 
         Parameters
         ----------
-        deadline : float
-            Seconds.
-        network_chunk_bytes, network_window : int
+        deadline, network_chunk_bytes, network_window
             As of `processes`.
 
         Raises
@@ -166,9 +164,7 @@ class World(Owned):
         ----------
         group : torch.distributed.ProcessGroup, optional
             None: the default group.
-        deadline : float
-            Seconds.
-        network_chunk_bytes, network_window : int
+        deadline, network_chunk_bytes, network_window
             As of `processes`.
 
         Raises

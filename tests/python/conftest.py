@@ -2,9 +2,11 @@
 SWITCHYARD_LIBRARY and PYTHONPATH say otherwise, or SWITCHYARD_TEST_INSTALLED is set."""
 
 import collections
+import concurrent.futures
 import os
 import pathlib
 import re
+import subprocess
 import sys
 
 import pytest
@@ -45,6 +47,44 @@ def installed(directory):
     lines = [f"[{group}]\n{entries}" for group, entries in groups]
     lines += [f"[console_scripts]\n{name} = {target}\n" for name, target in scripts().items()]
     (info / "entry_points.txt").write_text("".join(lines).replace('"', ""))
+
+
+def started(*command, path=(), timeout=300, cwd=None, **environment):
+    """A process that has ended. `path` stands before what PYTHONPATH has."""
+    environment = os.environ | environment
+    if path:
+        environment["PYTHONPATH"] = os.pathsep.join([*map(str, path), environment.get("PYTHONPATH", "")])
+    return subprocess.run(
+        [*map(str, command)], capture_output=True, text=True, timeout=timeout, cwd=cwd, env=environment
+    )
+
+
+def python(*words, **how):
+    """As `started`, of Python, which must succeed."""
+    done = started(sys.executable, *words, **how)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return done
+
+
+def in_threads(body, arguments):
+    """Calls body(argument) of each on a thread of its own, and raises the first failure."""
+    arguments = list(arguments)
+    with concurrent.futures.ThreadPoolExecutor(len(arguments)) as pool:
+        list(pool.map(body, arguments))
+
+
+def run_ranks(worlds, body):
+    """What body(world) returned on each rank, and what it failed with."""
+    results, failures = [None] * len(worlds), [None] * len(worlds)
+
+    def rank(world):
+        try:
+            results[world.rank] = body(world)
+        except Exception as failure:
+            failures[world.rank] = failure
+
+    in_threads(rank, worlds)
+    return results, failures
 
 
 @pytest.fixture(autouse=True)

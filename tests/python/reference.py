@@ -47,3 +47,21 @@ def routing(tokens, num_experts, top_k):
     """Distinct ids, int64, and weights."""
     ids = torch.rand(tokens, num_experts).argsort(1)[:, :top_k].contiguous()
     return ids, torch.rand(tokens, top_k)
+
+
+def load(module):
+    """Random parameters for a server's layer: biases count as much as the rest."""
+    for name, parameter in module.named_parameters():
+        parameter.data.normal_(std=1.0 if "bias" in name else 0.1)
+
+
+def fill_with_fp8(module):
+    """Random FP8 weights with a scale per 128 x 128 for a server's layer, and [w13, w2] as they stand for."""
+    exact = []
+    for name in ("w13", "w2"):
+        weight, scale = getattr(module, f"{name}_weight"), getattr(module, f"{name}_weight_scale_inv")
+        weight.data.copy_((torch.randn(weight.shape) * 100).clamp(-448, 448).to(torch.float8_e4m3fn))
+        scale.data.copy_(torch.rand(scale.shape) / 500 + 1e-3)
+        wide = scale.repeat_interleave(128, 1).repeat_interleave(128, 2)
+        exact.append(weight.data.float() * wide[:, : weight.shape[1], : weight.shape[2]])
+    return exact

@@ -1,14 +1,14 @@
 """examples/all_to_all: the problem's cases on ranks that are threads, and its command."""
 
 import argparse
-import pathlib
-import subprocess
 import sys
 
 import pytest
 import torch
 
-EXAMPLE = pathlib.Path(__file__).resolve().parent.parent.parent / "examples/all_to_all"
+from conftest import ROOT, python, started
+
+EXAMPLE = ROOT / "examples/all_to_all"
 
 
 @pytest.fixture(scope="module")
@@ -72,12 +72,8 @@ def test_the_check_sees_faults(example):
 
 
 def test_the_command_on_threads_and_processes():
-    command = [sys.executable, str(EXAMPLE / "run.py"), "--cases", "0,1", "--repeat", "2"]
-    done = subprocess.run([*command, "--ranks", "3"], capture_output=True, text=True, timeout=120)
+    command = [EXAMPLE / "run.py", "--cases", "0,1", "--repeat", "2"]
+    done = started(sys.executable, *command, "--ranks", "3")
     assert done.returncode == 2 and "3 ranks do not divide" in done.stderr, done.stdout + done.stderr
-    done = subprocess.run([*command, "--ranks", "2"], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("ok ") == 2
-    launch = [sys.executable, "-m", "switchyard", "launch", "-n", "2", "--", *command]
-    done = subprocess.run(launch, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert python(*command, "--ranks", "2").stdout.count("ok ") == 2
+    python("-m", "switchyard", "launch", "-n", "2", "--", sys.executable, *command)

@@ -11,6 +11,7 @@ import numpy
 import pytest
 import torch
 
+from conftest import run_ranks
 import switchyard
 from switchyard import (
     Activation, Diagnostics, Exchange, Experts, GroupedGemm, Memory, Numerics, Placement, Routing, SymmetricHeap,
@@ -374,8 +375,6 @@ def test_no_tokens_are_a_batch(library):
 
 
 def test_a_rank_without_tokens_of_numpy_takes_part():
-    from test_world import run_ranks
-
     def body(world):
         own = world.own_experts(E)
         weights = {name: a[own.start : own.stop] for name, a in WEIGHTS.items()}

@@ -9,16 +9,14 @@ import builtins
 import pathlib
 import re
 import shlex
-import subprocess
-import sys
 
 import pytest
 
+from conftest import ROOT, python
 import switchyard
 
 torch = pytest.importorskip("torch")
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 FENCE = re.compile(r"^```(?P<info>[^\n]*)\n(?P<code>.*?)^```$", re.DOTALL | re.MULTILINE)
 NOT_RUN = re.compile(r"not run: \w+")
 
@@ -173,5 +171,4 @@ def test_lines_of_shell_run_or_are_known_not_to(document, line):
         return
     assert OURS.match(line), f"{document}: run '{line}' here, or say in NO_TESTS why not"
     words = shlex.split(OURS.sub("", line, count=1))
-    done = subprocess.run([sys.executable, "-m", "switchyard", *words], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
+    python("-m", "switchyard", *words)

@@ -11,9 +11,9 @@ import numpy
 import pytest
 import torch
 
+from conftest import run_ranks
 import switchyard
 from switchyard import Exchange, World
-from test_world import run_ranks
 
 E, H, K, M = 10, 136, 3, 12
 # batch() has ids of E, for experts that are none.

@@ -1,13 +1,10 @@
 """bench/exchange_rivals.py on the processor: its plan, its comparisons, its rows."""
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 
-from conftest import ROOT
+from conftest import ROOT, python
 
 torch = pytest.importorskip("torch")
 
@@ -109,10 +106,9 @@ def test_bad_arguments_are_refused(rivals, capsys):
 
 def test_the_whole_script_on_the_processor(tmp_path):
     path = tmp_path / "rows.json"
-    command = [sys.executable, SCRIPT, "--cpu", "--ranks", "2", "--hidden", "136", "--experts", "12", "--top-k", "3"]
-    command += ["--tokens", "1,5", "--calls", "2", "--repeats", "2", "--commit", "abc", "--json", path]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=dict(os.environ))
-    assert done.returncode == 0, done.stderr
+    words = ["--cpu", "--ranks", "2", "--hidden", "136", "--experts", "12", "--top-k", "3"]
+    words += ["--tokens", "1,5", "--calls", "2", "--repeats", "2", "--commit", "abc", "--json", path]
+    python(SCRIPT, *words)
     rows = json.loads(path.read_text())
     assert [(r["stage"], r["dtype"], r["tokens_per_rank"]) for r in rows] == [
         (stage, dtype, tokens) for dtype in ("bf16", "fp8") for tokens in (1, 5) for stage in ("dispatch", "combine")

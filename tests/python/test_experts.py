@@ -1,13 +1,13 @@
 """Experts over tensors of every layout, dtype and kind, beside plain torch."""
 
 import gc
-import subprocess
 import sys
 
 import numpy
 import pytest
 import torch
 
+from conftest import started
 import switchyard
 from reference import error, experts, routing
 from switchyard import Activation, Diagnostics, Experts, Numerics, Placement
@@ -21,6 +21,19 @@ def weights(dtype=torch.float32, gated=True):
     down = torch.randn(E, H, I) / 7
     gate, up, down = (w.to(dtype) for w in (gate, up, down))
     return (gate if gated else None), up, down
+
+
+def made(**more):
+    """A layer, and the matrices that it was made of."""
+    gate, up, down = weights()
+    arguments = dict(w13=torch.cat((gate, up), dim=1), w2=down, top_k=K) | more
+    return Experts(arguments.pop("w13"), arguments.pop("w2"), **arguments), (gate, up, down)
+
+
+def check(layer, batch, gate, up, down, activation=Activation(), biases=(None, None, None)):
+    """The layer computes what plain torch does."""
+    x, *slots = batch
+    assert error(layer(*batch), experts(x, gate, up, down, *slots, activation, biases)) < F32_ERROR
 
 
 @pytest.fixture
@@ -53,8 +66,7 @@ def test_layouts(batch, order, transposed, biased):
         w13_bias=joined(biases[0][..., None], biases[1][..., None])[..., 0] if biased else None,
         w2_bias=biases[2],
     )
-    expected = experts(batch[0], gate, up, down, *batch[1:], Activation(), biases)
-    assert error(layer(*batch), expected) < F32_ERROR
+    check(layer, batch, gate, up, down, biases=biases)
 
 
 @pytest.mark.parametrize(
@@ -76,14 +88,12 @@ def test_activations(batch, activation):
     layer = Experts(w13, down, top_k=K, activation=activation)
     assert layer.activation.kind == activation.kind
     assert layer.activation.limit == pytest.approx(activation.limit)
-    expected = experts(batch[0], gate, up, down, *batch[1:], activation)
-    assert error(layer(*batch), expected) < F32_ERROR
+    check(layer, batch, gate, up, down, activation)
 
 
 def test_gate_and_up_may_be_two_arrays(batch):
     gate, up, down = weights()
-    expected = experts(batch[0], gate, up, down, *batch[1:], Activation())
-    assert error(Experts((gate, up), down, top_k=K)(*batch), expected) < F32_ERROR
+    check(Experts((gate, up), down, top_k=K), batch, gate, up, down)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -102,12 +112,9 @@ def test_half_precision_is_as_good_as_torch(batch, dtype):
 @pytest.mark.parametrize("ids_dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("weights_dtype", [torch.float32, torch.bfloat16])
 def test_types_of_routing(batch, ids_dtype, weights_dtype):
-    gate, up, down = weights()
     x, ids, topk_weights = batch
-    ids, topk_weights = ids.to(ids_dtype), topk_weights.to(weights_dtype)
-    layer = Experts(torch.cat((gate, up), dim=1), down, top_k=K)
-    expected = experts(x, gate, up, down, ids, topk_weights, Activation())
-    assert error(layer(x, ids, topk_weights), expected) < F32_ERROR
+    layer, matrices = made()
+    check(layer, (x, ids.to(ids_dtype), topk_weights.to(weights_dtype)), *matrices)
 
 
 def quantised(w, block):
@@ -165,8 +172,7 @@ def test_fp8_scales(batch, form, block, scale_dtype, order):
         gate, up = exact[:, 0::2], exact[:, 1::2]
     else:
         gate, up = exact.chunk(2, dim=1)
-    expected = experts(batch[0], gate, up, w2_exact, *batch[1:], Activation())
-    assert error(layer(*batch), expected) < F32_ERROR
+    check(layer, batch, gate, up, w2_exact)
 
 
 def test_fp8_with_a_scale_for_gate_and_one_for_up(batch):
@@ -184,8 +190,7 @@ def test_fp8_with_a_scale_for_gate_and_one_for_up(batch):
         w2_scale=w2_scales,
         numerics=Numerics(compute="f32"),
     )
-    expected = experts(batch[0], gate, up, down, *batch[1:], Activation())
-    assert error(layer(*batch), expected) < F32_ERROR
+    check(layer, batch, gate, up, down)
 
 
 def test_weights_are_used_in_place(batch):
@@ -194,8 +199,7 @@ def test_weights_are_used_in_place(batch):
     layer = Experts(w13, down, top_k=K)
     layer(*batch)
     down.mul_(2)
-    expected = experts(batch[0], gate, up, down, *batch[1:], Activation())
-    assert error(layer(*batch), expected) < F32_ERROR
+    check(layer, batch, gate, up, down)
 
 
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
@@ -206,27 +210,21 @@ def test_other_batches_of_other_forms(batch, mode):
 
 
 def other_batches_of_other_forms(batch):
-    gate, up, down = weights()
-    layer = Experts(torch.cat((gate, up), dim=1), down, top_k=K, max_tokens=64)
+    layer, matrices = made(max_tokens=64)
     x, ids, topk_weights = batch
     for _ in range(2):
         for tokens in (T, 3, 0, 1):
             part = (x[:tokens], ids[:tokens], topk_weights[:tokens])
-            expected = experts(part[0], gate, up, down, *part[1:], Activation())
-            out = layer(*part)
-            assert out.shape == (tokens, H)
-            assert tokens == 0 or error(out, expected) < F32_ERROR
-        wide = torch.randn(T, 2 * H)[:, :H]
-        expected = experts(wide, gate, up, down, ids, topk_weights, Activation())
-        assert error(layer(wide, ids, topk_weights), expected) < F32_ERROR
+            assert layer(*part).shape == (tokens, H)
+            if tokens:
+                check(layer, part, *matrices)
+        check(layer, (torch.randn(T, 2 * H)[:, :H], ids, topk_weights), *matrices)
         out = torch.zeros(T, 3 * H)[:, H : 2 * H]
         assert layer(x, ids.int(), topk_weights.bfloat16(), out=out) is out
-        expected = experts(x, gate, up, down, ids, topk_weights.bfloat16(), Activation())
+        expected = experts(x, *matrices, ids, topk_weights.bfloat16(), Activation())
         assert error(out, expected) < F32_ERROR
-        # Strided routing.
-        pairs = torch.stack((ids, ids), dim=2)[:, :, 0]
-        expected = experts(x, gate, up, down, ids, topk_weights, Activation())
-        assert error(layer(x, pairs, topk_weights), expected) < F32_ERROR
+        strided = torch.stack((ids, ids), dim=2)[:, :, 0]
+        check(layer, (x, strided, topk_weights), *matrices)
 
 
 @pytest.mark.parametrize(
@@ -248,25 +246,21 @@ def other_batches_of_other_forms(batch):
 )
 def test_a_call_of_another_form_after_many_of_one(batch, change):
     """The plainest of calls takes a shorter way, for which nothing of its tensors may have changed."""
-    gate, up, down = weights()
-    layer = Experts(torch.cat((gate, up), dim=1), down, top_k=K)
-    expected = experts(batch[0], gate, up, down, *batch[1:], Activation())
+    layer, matrices = made()
     with torch.no_grad():
         for _ in range(3):
-            assert error(layer(*batch), expected) < F32_ERROR
+            check(layer, batch, *matrices)
         arguments, more = change(*batch)
         out = layer(*arguments, **more)
-        other = more.get("scale", 1.0) * experts(arguments[0], gate, up, down, *arguments[1:], Activation())
+        other = more.get("scale", 1.0) * experts(arguments[0], *matrices, *arguments[1:], Activation())
         assert out.shape == arguments[0].shape and more.get("out", out) is out
         assert error(out, other) < (1e-2 if torch.bfloat16 in (out.dtype, arguments[0].dtype) else F32_ERROR)
-        assert error(layer(*batch), expected) < F32_ERROR
+        check(layer, batch, *matrices)
 
 
 def test_errors_come_on_the_short_way_too(batch):
-    gate, up, down = weights()
-    layer = Experts(torch.cat((gate, up), dim=1), down, top_k=K)
+    layer, matrices = made()
     x, ids, topk_weights = batch
-    expected = experts(x, gate, up, down, ids, topk_weights, Activation())
     with torch.no_grad():
         for _ in range(3):
             layer(*batch)
@@ -274,6 +268,7 @@ def test_errors_come_on_the_short_way_too(batch):
             layer(x, ids.clone().fill_(99), topk_weights)
         with pytest.raises(switchyard.InvalidArgument, match="topk_ids is a list"):
             layer(x, ids.tolist(), topk_weights)
+        expected = experts(x, *matrices, ids, topk_weights, Activation())
         assert error(layer(x, ids.numpy(), topk_weights.numpy()), expected) < F32_ERROR
         layer.close()
         with pytest.raises(switchyard.InvalidArgument, match="closed"):
@@ -349,15 +344,6 @@ def test_function_sees_changed_biases(batch):
     assert error(out, expected) < F32_ERROR
 
 
-# ---------------------------------------------------------------------------------------- errors
-
-
-def make(**more):
-    gate, up, down = weights()
-    arguments = dict(w13=torch.cat((gate, up), dim=1), w2=down, top_k=K) | more
-    return Experts(arguments.pop("w13"), arguments.pop("w2"), **arguments)
-
-
 @pytest.mark.parametrize(
     "arguments,kinds,text",
     [
@@ -380,7 +366,7 @@ def make(**more):
 )
 def test_what_is_wrong_with_a_layer_is_said(arguments, kinds, text):
     with pytest.raises(switchyard.Error, match=text) as caught:
-        make(**arguments)
+        made(**arguments)
     for kind in kinds:
         assert isinstance(caught.value, kind)
     assert isinstance(caught.value, RuntimeError)
@@ -388,7 +374,7 @@ def test_what_is_wrong_with_a_layer_is_said(arguments, kinds, text):
 
 
 def test_what_is_wrong_with_a_call_is_said(batch):
-    layer = make(max_tokens=T)
+    layer, _ = made(max_tokens=T)
     x, ids, topk_weights = batch
     with pytest.raises(switchyard.ShapeMismatch, match=r"x is \[17, 63\]; the layer takes \[T, 64\]"):
         layer(x[:, 1:], ids, topk_weights, out=x.clone())
@@ -413,30 +399,26 @@ def test_what_is_wrong_with_a_call_is_said(batch):
 
 
 def test_bad_ids_may_be_skipped(batch):
-    gate, up, down = weights()
     x, ids, topk_weights = batch
-    layer = Experts(torch.cat((gate, up), dim=1), down, top_k=K, numerics=Numerics(bad_ids="skip"))
+    layer, matrices = made(numerics=Numerics(bad_ids="skip"))
     ids[0] = ids[0, 0]  # the second names it again
     ids[1] = 99
     expected_ids = ids.clone()
     expected_ids[0, 1] = -1
-    expected = experts(x, gate, up, down, expected_ids, topk_weights, Activation())
+    expected = experts(x, *matrices, expected_ids, topk_weights, Activation())
     assert error(layer(x, ids, topk_weights), expected) < F32_ERROR
     assert layer.stats().bad_slots == 3
 
 
 def test_ids_of_other_ranks_experts_mean_none(batch):
-    gate, up, down = weights()
-    x, ids, topk_weights = batch
-    layer = Experts(torch.cat((gate, up), dim=1), down, top_k=K, numerics=Numerics(large_ids_are_none=True))
-    ids[:5] = E
-    expected = experts(x, gate, up, down, ids, topk_weights, Activation())
-    assert error(layer(x, ids, topk_weights), expected) < F32_ERROR
+    layer, matrices = made(numerics=Numerics(large_ids_are_none=True))
+    batch[1][:5] = E
+    check(layer, batch, *matrices)
     assert layer.stats().bad_slots == 0
 
 
 def test_a_closed_layer_says_so(batch):
-    layer = make()
+    layer, _ = made()
     assert not layer.closed
     layer.close()
     layer.close()
@@ -447,7 +429,7 @@ def test_a_closed_layer_says_so(batch):
 
 
 def test_stats(batch):
-    layer = make()
+    layer, _ = made()
     assert layer.stats().epoch == 0
     layer(*batch)
     stats = layer.stats()
@@ -457,16 +439,16 @@ def test_stats(batch):
 
 
 def test_trace(batch):
-    layer = make(diagnostics=Diagnostics(trace=True))
+    layer, _ = made(diagnostics=Diagnostics(trace=True))
     layer(*batch)
     events = layer.trace()["traceEvents"]
     assert any("GEMM" in event.get("name", "") or "gemm" in event.get("name", "") for event in events)
     with pytest.raises(switchyard.InvalidArgument, match="trace"):
-        make().trace()
+        made()[0].trace()
 
 
 def test_recording(batch):
-    layer = make(diagnostics=Diagnostics(recorded_steps=2, name="layers.5"))
+    layer, _ = made(diagnostics=Diagnostics(recorded_steps=2, name="layers.5"))
     for _ in range(3):
         layer(*batch)
     recording = layer.recording()
@@ -475,7 +457,7 @@ def test_recording(batch):
     assert [step["step"] for step in recording["steps"]] == [1, 2]
     assert all(step["counts"] == counts and step["tokens"] == T for step in recording["steps"])
     with pytest.raises(switchyard.InvalidArgument, match="recorded_steps"):
-        make().recording()
+        made()[0].recording()
 
 
 EXIT = """
@@ -492,7 +474,7 @@ print("done")
 
 @pytest.mark.parametrize("more", ["", "layers[0].close()", "import sys; sys.exit(0)", "1 / 0"])
 def test_layers_alive_at_exit(more):
-    done = subprocess.run([sys.executable, "-c", EXIT.format(more=more)], capture_output=True, text=True)
+    done = started(sys.executable, "-c", EXIT.format(more=more))
     assert done.returncode == (1 if "/" in more else 0), done.stderr
     if more == "1 / 0":
         assert "ZeroDivisionError" in done.stderr.strip().splitlines()[-1]
@@ -521,16 +503,10 @@ def test_topk():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_from_logits(batch, dtype):
-    gate, up, down = weights()
     x, _, _ = batch
     logits, bias = torch.randn(T, E).to(dtype), torch.randn(E) / 4
-    layer = Experts(
-        torch.cat((gate, up), dim=1),
-        down,
-        top_k=K,
-        routing=switchyard.Routing(score="sigmoid", renormalize=True),
-        correction_bias=bias,
-    )
+    rule = switchyard.Routing(score="sigmoid", renormalize=True)
+    layer, matrices = made(routing=rule, correction_bias=bias)
     ids = torch.empty(T, K, dtype=torch.int32)
     w = torch.empty(T, K)
     out = layer.from_logits(x, logits, ids_out=ids, weights_out=w)
@@ -539,40 +515,34 @@ def test_from_logits(batch, dtype):
     values = scores.gather(1, expected_ids)
     assert torch.equal(ids.long(), expected_ids)
     assert torch.allclose(w, values / values.sum(-1, keepdim=True), atol=1e-6)
-    assert error(out, experts(x, gate, up, down, ids, w, Activation())) < F32_ERROR
+    assert error(out, experts(x, *matrices, ids, w, Activation())) < F32_ERROR
     assert layer.from_logits(x[:0], logits[:0]).shape == (0, H)
     with pytest.raises(switchyard.InvalidArgument, match="without routing"):
-        make().from_logits(x, logits)
+        made()[0].from_logits(x, logits)
     with pytest.raises(switchyard.ShapeMismatch, match="logits"):
         layer.from_logits(x, logits[:, 1:])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_outputs_are_scaled_and_added(batch, dtype):
-    gate, up, down = weights()
     x, ids, topk_weights = batch
     x = x.to(dtype)
-    layer = Experts(torch.cat((gate, up), dim=1), down, top_k=K)
+    layer, matrices = made()
     before = torch.randn(T, H).to(dtype)
     out = before.clone()
     assert layer(x, ids, topk_weights, out=out, accumulate=True, scale=2.5) is out
-    expected = before.double() + 2.5 * experts(x, gate, up, down, ids, topk_weights, Activation())
+    expected = before.double() + 2.5 * experts(x, *matrices, ids, topk_weights, Activation())
     assert error(out, expected) < (F32_ERROR if dtype == torch.float32 else 4e-3)
     half = layer(x, ids, topk_weights, scale=0.5)
     assert torch.allclose(half * 2, layer(x, ids, topk_weights), rtol=1e-2, atol=1e-5)
 
 
 def test_refresh_reads_biases_and_scales_anew(batch):
-    gate, up, down = weights()
-    x, ids, topk_weights = batch
     biases = torch.zeros(E, 2 * I), torch.randn(E, H)
-    layer = Experts(
-        torch.cat((gate, up), dim=1), down, top_k=K, w13_bias=biases[0], w2_bias=biases[1]
-    )
+    layer, (gate, up, down) = made(w13_bias=biases[0], w2_bias=biases[1])
     biases[1].mul_(-2)
     layer.refresh()
-    expected = experts(x, gate, up, down, *batch[1:], Activation(), (None, None, biases[1]))
-    assert error(layer(*batch), expected) < F32_ERROR
+    check(layer, batch, gate, up, down, biases=(None, None, biases[1]))
 
     codes, scales, exact = quantised(torch.cat((gate, up), dim=1), (32, 32))
     w2_codes, w2_scales, w2_exact = quantised(down, (32, 32))
@@ -583,23 +553,21 @@ def test_refresh_reads_biases_and_scales_anew(batch):
     e8m0.copy_((scales * 4).to(torch.float8_e8m0fnu))
     layer.refresh()
     gate, up = (exact * 4).chunk(2, dim=1)
-    expected = experts(x, gate, up, w2_exact, ids, topk_weights, Activation())
-    assert error(layer(*batch), expected) < F32_ERROR
+    check(layer, batch, gate, up, w2_exact)
 
 
 def test_rebind_uses_other_weights(batch):
-    layer = make()
+    layer, _ = made()
     layer(*batch)
     gate, up, down = weights()
     w13 = torch.cat((gate, up), dim=1)
     layer.rebind(w13, down)
     del w13
     gc.collect()
-    expected = experts(batch[0], gate, up, down, *batch[1:], Activation())
-    assert error(layer(*batch), expected) < F32_ERROR
+    check(layer, batch, gate, up, down)
     with pytest.raises(switchyard.ShapeMismatch):
         layer.rebind(torch.cat((gate, up), dim=1)[:, :, 1:], down[:, 1:])
-    assert error(layer(*batch), expected) < F32_ERROR  # as it was
+    check(layer, batch, gate, up, down)  # as it was
 
 
 def test_experts_stand_where_a_placement_says(batch):
@@ -607,22 +575,18 @@ def test_experts_stand_where_a_placement_says(batch):
     places = [3, 1, 0, 2, 5, 4, 3]
     w13 = torch.cat((gate, up), dim=1)
     layer = Experts(w13[places], down[places], top_k=K, placement=Placement(num_experts=E, experts=places))
-    expected = experts(batch[0], gate, up, down, *batch[1:], Activation())
-    assert error(layer(*batch), expected) < F32_ERROR
+    check(layer, batch, gate, up, down)
     others = [0, 1, 2, 3, 4, 5, 5]
     layer.rebind(w13[others], down[others], placement=others)
-    assert error(layer(*batch), expected) < F32_ERROR
+    check(layer, batch, gate, up, down)
     with pytest.raises(switchyard.InvalidArgument, match="place"):
         Experts(w13[places], down[places], top_k=K, placement=Placement(num_experts=E, experts=[0] * 7))
 
 
 @pytest.mark.parametrize("rule", ["slots", "tokens"])
 def test_capacity(batch, rule):
-    gate, up, down = weights()
     x, ids, topk_weights = batch
-    layer = Experts(
-        torch.cat((gate, up), dim=1), down, top_k=K, numerics=Numerics(capacity_factor=0.75, capacity_rule=rule)
-    )
+    layer, matrices = made(numerics=Numerics(capacity_factor=0.75, capacity_rule=rule))
     capacity = -(-3 * T * (K if rule == "slots" else 1) // (4 * E))
     kept, used = ids.clone(), [0] * E
     for t in range(T):
@@ -632,12 +596,11 @@ def test_capacity(batch, rule):
                 kept[t, k] = -1
     dropped = int((kept < 0).sum())
     assert dropped > 0
-    expected = experts(x, gate, up, down, kept, topk_weights, Activation())
+    expected = experts(x, *matrices, kept, topk_weights, Activation())
     assert error(layer(x, ids, topk_weights), expected) < F32_ERROR
     assert layer.stats().dropped_slots == dropped
 
 
 def test_capacity_rule_is_checked():
-    gate, up, down = weights()
     with pytest.raises(switchyard.InvalidArgument, match="capacity_rule is 'gshard'"):
-        Experts(torch.cat((gate, up), dim=1), down, top_k=K, numerics=Numerics(capacity_rule="gshard"))
+        made(numerics=Numerics(capacity_rule="gshard"))

@@ -6,13 +6,13 @@ import gc
 import importlib
 import io
 import pickle
-import threading
 
 import pytest
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers", minversion="5")
 
+from conftest import in_threads
 from switchyard import DTypeMismatch, InvalidArgument, MoeLayer, Routing, ShapeMismatch, Unsupported, World
 
 H, I, E, K, T = 64, 48, 8, 2, 33
@@ -172,11 +172,7 @@ def test_several_ranks():
             layer = MoeLayer.from_hf(block, world=world, num_threads=1)
             errors[world.rank] = error(layer(xs[world.rank]), own(block, xs[world.rank]))
 
-    threads = [threading.Thread(target=rank, args=(world,)) for world in World.threads(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(rank, World.threads(2))
     assert max(errors) < 1e-5
 
 

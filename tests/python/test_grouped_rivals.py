@@ -1,13 +1,10 @@
 """bench/grouped_rivals.py on the processor: its operands, its comparison with fp64, and its rows."""
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 
-from conftest import ROOT
+from conftest import ROOT, python
 
 torch = pytest.importorskip("torch")
 
@@ -109,16 +106,8 @@ def test_the_suite_has_no_point_twice(rivals):
 
 def test_script_writes_rows(tmp_path):
     file = tmp_path / "grouped.json"
-    command = [sys.executable, str(SCRIPT), "--shape", "4x256x384", "--rows", "3", "--repeats", "3"]
-    done = subprocess.run(
-        [*command, "--dtype", "bf16", "--implementations", "switchyard;quack", "--json", str(file)],
-        env=os.environ,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    words = ["--shape", "4x256x384", "--rows", "3", "--repeats", "3", "--dtype", "bf16", "--json", file]
+    done = python(SCRIPT, *words, "--implementations", "switchyard;quack")
     rows = json.loads(file.read_text())
     found = [row for row in rows if row["implementation"] == "switchyard"]
     assert [row["activation"] for row in found] == ["none", "swiglu"]

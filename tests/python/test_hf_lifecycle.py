@@ -12,6 +12,7 @@ import torch
 
 transformers = pytest.importorskip("transformers", minversion="5.0")
 
+from conftest import in_threads
 import switchyard
 from switchyard import _check_hf, _hf
 
@@ -522,8 +523,6 @@ def test_a_gradient_of_weights_alone_is_refused():
 
 @torch.no_grad()
 def test_threads_that_run_one_model():
-    import threading
-
     pairs = [pair("gpt_oss", "GptOssExperts") for _ in range(3)]
     config = pairs[0][1].config
     for seed, (eager, ours) in enumerate(pairs):
@@ -532,13 +531,9 @@ def test_threads_that_run_one_model():
             in_place(module, seed)
     worst = []
 
-    def work():
+    def work(_):
         with torch.no_grad():
             worst.append(max(off(ours, eager) for _ in range(20) for eager, ours in pairs))
 
-    threads = [threading.Thread(target=work) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(work, range(3))
     assert len(worst) == 3 and max(worst) < 1e-5

@@ -10,6 +10,7 @@ import sys
 
 import pytest
 
+from conftest import python, started
 from switchyard.__main__ import _command
 
 torch = pytest.importorskip("torch")
@@ -25,13 +26,7 @@ VARIABLES = (
 def launch(tmp_path, ranks, script, *options, **environment):
     path = tmp_path / "rank.py"
     path.write_text(script)
-    return subprocess.run(
-        [_command(), "launch", "-n", str(ranks), *options, "--", sys.executable, str(path)],
-        capture_output=True,
-        text=True,
-        timeout=180,
-        env=os.environ | environment,
-    )
+    return started(_command(), "launch", "-n", ranks, *options, "--", sys.executable, path, **environment)
 
 
 SUM = """
@@ -90,14 +85,8 @@ def test_the_variables_are_those_of_torchrun(tmp_path):
     script = "import json, os; print(json.dumps(dict(os.environ)) + '\\n', end='')"
     done = launch(tmp_path, 1, script)
     ours = json.loads(done.stdout)
-    theirs = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1", str(tmp_path / "rank.py")],
-        capture_output=True,
-        text=True,
-        timeout=180,
-    )
-    assert theirs.returncode == 0, theirs.stderr
-    theirs = json.loads(theirs.stdout)
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
+    theirs = json.loads(python(*torchrun, tmp_path / "rank.py").stdout)
     places = {name for name in theirs if re.search("RANK|WORLD_SIZE|^ROLE|^GROUP|^MASTER|^TORCHELASTIC", name)}
     # Of the agent that torchrun is. A variable that a newer torchrun adds has to be thought about.
     assert places - set(VARIABLES) == {

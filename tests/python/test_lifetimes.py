@@ -5,7 +5,6 @@ import gc
 import os
 import pickle
 import signal
-import subprocess
 import sys
 import textwrap
 import threading
@@ -16,6 +15,7 @@ import numpy
 import pytest
 import torch
 
+from conftest import python
 import switchyard
 from switchyard import Exchange, Experts, GroupedGemm, Memory, Placement, SymmetricHeap, Workspace, World
 from test_arguments import BIASES, CALL, E, H, I, K, T, WEIGHTS
@@ -377,15 +377,10 @@ def test_an_object_is_closed_while_threads_use_it(name):
 # ------------------------------------------------------------------------------------ processes
 
 
-def run_script(text, **more):
+def run_script(text):
     """A script beside the tests; its output."""
     script = "import sys; sys.path.insert(0, sys.argv[1])\nfrom test_lifetimes import *\n" + textwrap.dedent(text)
-    found = subprocess.run(
-        [sys.executable, "-X", "faulthandler", "-c", script, os.path.dirname(__file__)],
-        capture_output=True, text=True, timeout=120, **more,
-    )  # fmt: skip
-    assert found.returncode == 0, (found.returncode, found.stdout[-2000:], found.stderr[-4000:])
-    return found.stdout
+    return python("-X", "faulthandler", "-c", script, os.path.dirname(__file__)).stdout
 
 
 def test_a_child_of_fork_is_refused_what_it_inherits_and_makes_its_own():

@@ -3,11 +3,10 @@
 import ast
 import importlib.util
 import pathlib
-import subprocess
-import sys
 
 import pytest
 
+from conftest import python
 import switchyard
 
 PACKAGE = pathlib.Path(switchyard.__file__).parent
@@ -33,9 +32,7 @@ def test_a_module_can_be_imported_first(name):
     if name in NEEDS and importlib.util.find_spec(NEEDS[name]) is None:
         title = {"vllm": "vLLM", "sglang": "SGLang"}.get(NEEDS[name], NEEDS[name])
         pytest.skip(f"{title} is not installed: see docs/frameworks for how these tests were run")
-    command = [sys.executable, "-c", ALONE, str(PACKAGE), name]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
+    python("-c", ALONE, PACKAGE, name)
 
 
 def imports(path):

@@ -1,12 +1,12 @@
 """permute, grouped_gemm and unpermute beside plain torch."""
 
 import gc
-import threading
 
 import numpy
 import pytest
 import torch
 
+from conftest import in_threads
 import switchyard
 from reference import activate, error, routing
 from switchyard import Activation, GroupedGemm, GroupedSchedule, grouped_gemm, permute, unpermute
@@ -323,19 +323,13 @@ def test_threads_take_turns(problem):
     x, w = problem
     gemm = GroupedGemm(w, num_threads=2)
     assert gemm.num_threads == 2
-    wanted, wrong = gemm(x, ENDS), []
+    wanted = gemm(x, ENDS)
 
-    def call():
+    def call(_):
         for _ in range(20):
-            if not torch.equal(gemm(x, ENDS), wanted):
-                wrong.append(1)
+            assert torch.equal(gemm(x, ENDS), wanted)
 
-    threads = [threading.Thread(target=call) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
+    in_threads(call, range(4))
 
 
 def test_refusals(problem):

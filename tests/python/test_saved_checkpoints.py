@@ -9,8 +9,6 @@ import json
 import os
 import pathlib
 import re
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -20,6 +18,7 @@ transformers.utils.logging.disable_progress_bar()
 
 from safetensors.torch import load_file, save_file
 
+from conftest import python, started
 import switchyard
 from reference import error
 
@@ -250,7 +249,7 @@ def run(checkpoint, scratch, x, layer=0):
     arguments = ["run", "--checkpoint", checkpoint, "--layer", str(layer), "--compute", "f32"]
     arguments += ["--input", scratch / "x.safetensors", "--output", scratch / "y.safetensors"]
     arguments += ["--repeat", "1", "--threads", "1", "--quiet"]
-    done = subprocess.run([command, *arguments], capture_output=True, text=True, timeout=60)
+    done = started(command, *arguments)
     output = load_file(scratch / "y.safetensors")["output"] if done.returncode == 0 else None
     return done.returncode, done.stderr, output
 
@@ -388,6 +387,4 @@ def test_a_checkpoint_that_becomes_shorter_is_an_error_and_not_the_end(saved, tm
         (tmp_path / file.name).write_bytes(file.read_bytes())
     shard = tmp_path / "model.safetensors"
     left = int(shard.stat().st_size * part)
-    arguments = [sys.executable, "-c", CUT, str(tmp_path), str(shard), str(left)]
-    done = subprocess.run(arguments, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
+    python("-c", CUT, tmp_path, shard, left)

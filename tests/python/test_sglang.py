@@ -4,14 +4,10 @@ server is started, and SGLang's Triton kernels do not run: what Switchyard compu
 and with SGLang's experts in torch."""
 
 import copy
-import importlib
 import importlib.util
 import json
 import os
 import pickle
-import re
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -19,8 +15,9 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import switchyard.sglang as plugin
-from conftest import ROOT, installed
-from reference import error, experts, routing
+import reference
+from conftest import ROOT, installed, python
+from reference import error, experts, fill_with_fp8, routing
 from switchyard import Activation, CapacityExceeded, InvalidArgument, Unsupported
 from switchyard._serving import Binding, Options, refresh_all
 
@@ -30,20 +27,6 @@ BF16_ERROR = 1e-2
 # --------------------------------------------------------------------------- without SGLang
 
 
-def test_the_entry_point_names_what_is_there():
-    text = (ROOT / "pyproject.toml").read_text()
-    found = re.search(r'\[project.entry-points."sglang.srt.plugins"\]\nswitchyard = "(.*):(.*)"', text)
-    assert found is not None
-    module, name = found.groups()
-    assert getattr(importlib.import_module(module), name) is plugin.register
-
-
-def test_importing_the_plugin_imports_no_sglang():
-    script = "import sys, switchyard.sglang; assert not {'sglang', 'torch'} & set(sys.modules)"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-
-
 def test_an_interface_that_is_not_known_is_left_alone():
     script = (
         "import sys, switchyard.sglang as plugin; sys.modules['sglang.srt.plugins.hook_registry'] = None; "
@@ -51,8 +34,7 @@ def test_an_interface_that_is_not_known_is_left_alone():
         "utils = sys.modules.get('sglang.srt.layers.moe.utils'); "
         "assert utils is None or 'switchyard' not in utils.MoeRunnerBackend._value2member_map_"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0 and "does not know the interface of this SGLang" in done.stderr, done.stderr
+    assert "does not know the interface of this SGLang" in python("-c", script).stderr
 
 
 def test_options_are_read_from_the_environment():
@@ -204,8 +186,7 @@ def make(quantised=None, dtype=torch.bfloat16, with_bias=False, **changes):
 
 
 def load(layer, method):
-    for name, parameter in layer.named_parameters():
-        parameter.data.normal_(std=1.0 if "bias" in name else 0.1)
+    reference.load(layer)
     processed(layer, method)
 
 
@@ -305,13 +286,7 @@ def test_router_weights_on_the_input(sglang):
 
 def test_fp8_in_blocks_and_an_update(sglang):
     layer, method = make(quantised=[128, 128])
-    exact = []
-    for name in ("w13", "w2"):
-        weight, scale = getattr(layer, f"{name}_weight"), getattr(layer, f"{name}_weight_scale_inv")
-        weight.data.copy_((torch.randn(weight.shape) * 100).clamp(-448, 448).to(torch.float8_e4m3fn))
-        scale.data.copy_(torch.rand(scale.shape) / 500 + 1e-3)
-        wide = scale.repeat_interleave(128, 1).repeat_interleave(128, 2)
-        exact.append(weight.data.float() * wide[:, : weight.shape[1], : weight.shape[2]])
+    exact = fill_with_fp8(layer)
     processed(layer, method)
     x, ids, weights = batch()
     expected = experts(x, *exact[0].chunk(2, dim=1), exact[1], ids, weights, Activation())
@@ -427,14 +402,7 @@ print("agrees")
 
 def test_sglangs_own_layer(sglang):
     """ServerArgs, FusedMoE and the hooks together, in a process of their own."""
-    done = subprocess.run(
-        [sys.executable, "-c", _SERVER],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join([os.environ["PYTHONPATH"], str(ROOT / "tests/python")])},
-    )
-    assert done.returncode == 0 and "agrees" in done.stdout, done.stderr
+    assert "agrees" in python("-c", _SERVER, path=[os.environ["PYTHONPATH"], ROOT / "tests/python"]).stdout
 
 
 def test_updates_of_weights_are_hooked(sglang):
@@ -457,11 +425,4 @@ def test_sglang_finds_the_entry_point(sglang, tmp_path):
         "from sglang.srt.layers.quantization.fp8 import Fp8MoEMethod; "
         "assert hasattr(Fp8MoEMethod.apply, '__wrapped__')"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ["PYTHONPATH"]])},
-    )
-    assert done.returncode == 0, done.stderr
+    python("-c", script, path=[tmp_path])

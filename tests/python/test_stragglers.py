@@ -1,13 +1,11 @@
 """bench/stragglers.py on the processor: its draws, its comparison with fp64, its rows."""
 
 import json
-import os
-import subprocess
 import sys
 
 import pytest
 
-from conftest import ROOT
+from conftest import ROOT, python, started
 
 torch = pytest.importorskip("torch")
 
@@ -89,16 +87,10 @@ def test_bad_arguments_are_refused(stragglers, capsys):
     assert stragglers.parse(words).command == "bench/stragglers.py --cpu --tokens=9 --seeds 4"
 
 
-def run(*words, **environment):
-    return subprocess.run([sys.executable, SCRIPT, *words], capture_output=True, text=True, timeout=300,
-                          env={**os.environ, **environment})
-
-
 def test_the_whole_script_on_the_processor(tmp_path):
     path = tmp_path / "rows.json"
     words = ["--ranks", "2", "--jitter", "0,500", "--seeds", "0,7", "--passes", "3", "--warm-ups", "1"]
-    done = run(*SIZES, *words, "--commit", "abc", "--json", path)
-    assert done.returncode == 0, done.stderr
+    python(SCRIPT, *SIZES, *words, "--commit", "abc", "--json", path)
     rows = json.loads(path.read_text())
     assert [(row["way"], row["jitter_us"]) for row in rows] == [
         (way, jitter) for jitter in (0, 500) for way in ("switchyard", "Gloo chain")
@@ -112,6 +104,6 @@ def test_the_whole_script_on_the_processor(tmp_path):
 
 
 def test_a_layer_that_cannot_be_made_is_told(tmp_path):
-    done = run(*SIZES, SWITCHYARD_COMMAND="/bin/false")
+    done = started(sys.executable, SCRIPT, *SIZES, SWITCHYARD_COMMAND="/bin/false")
     assert done.returncode == 2
     assert "the layer's checkpoint could not be made" in done.stderr

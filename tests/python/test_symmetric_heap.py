@@ -10,9 +10,9 @@ import numpy
 import pytest
 import torch
 
+from conftest import in_threads
 import switchyard
 from switchyard import SymmetricHeap, World, _abi, _heap
-from test_world import run_ranks
 
 
 def all_gather(world, arrays, rounds=20):
@@ -41,7 +41,7 @@ def all_gather(world, arrays, rounds=20):
 @pytest.mark.parametrize("arrays", ["torch", "numpy"])
 @pytest.mark.parametrize("ranks", [1, 2, 5])
 def test_threads_gather(ranks, arrays):
-    run_ranks(World.threads(ranks), lambda world: all_gather(world, arrays))
+    in_threads(lambda world: all_gather(world, arrays), World.threads(ranks))
 
 
 def test_processes_gather(tmp_path):
@@ -111,7 +111,7 @@ def test_views_are_translated_with_their_strides():
         assert heap.translate(heap.empty((), torch.float32), 1 - world.rank).shape == ()
         heap.barrier()
 
-    run_ranks(worlds, body)
+    in_threads(body, worlds)
 
 
 def test_the_peer_map_is_what_kernels_take():
@@ -191,7 +191,7 @@ def test_ranks_that_differ():
         with pytest.raises(switchyard.SpecMismatch, match="rank 2"):
             SymmetricHeap(world, 4096 + world.rank // 2)
 
-    run_ranks(World.threads(3), body)
+    in_threads(body, World.threads(3))
 
 
 def test_a_rank_that_does_not_signal_is_named():
@@ -207,7 +207,7 @@ def test_a_rank_that_does_not_signal_is_named():
         with pytest.raises(switchyard.Timeout if world.rank == 0 else switchyard.Aborted, match="rank 1"):
             heap.check()
 
-    run_ranks(World.threads(2), body)
+    in_threads(body, World.threads(2))
 
 
 def test_arrays_keep_the_heap():

@@ -7,6 +7,7 @@ import torch
 
 transformers = pytest.importorskip("transformers", minversion="5.0")
 
+from conftest import in_threads
 import switchyard
 from reference import error
 from switchyard import _check_hf, _hf, _probe
@@ -327,8 +328,6 @@ def test_check_hf(tmp_path, capsys):
 @pytest.mark.parametrize("ranks", [1, 2])
 @torch.no_grad()
 def test_a_layer_of_a_checkpoint(tmp_path, ranks):
-    import threading
-
     config = transformers.MixtralConfig(
         **SMALL, intermediate_size=48, num_local_experts=8, num_experts_per_tok=2
     )
@@ -351,11 +350,7 @@ def test_a_layer_of_a_checkpoint(tmp_path, ranks):
         assert sum(layer.stats().tokens_per_expert) == 42 * ranks
         layer.close()
 
-    threads = [threading.Thread(target=rank, args=(w,)) for w in switchyard.World.threads(ranks)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(rank, switchyard.World.threads(ranks))
     for out in outs:
         assert out is not None and error(out, expected.double()) < 1e-5
 

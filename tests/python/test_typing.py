@@ -2,13 +2,12 @@
 
 import ast
 import inspect
-import os
 import pathlib
-import subprocess
 import sys
 
 import pytest
 
+from conftest import started
 import switchyard
 from switchyard import tuner
 
@@ -40,14 +39,8 @@ def test_a_users_file_has_every_public_name():
 
 def mypy(*arguments, **environment):
     pytest.importorskip("mypy")
-    return subprocess.run(
-        [sys.executable, "-m", "mypy", "--strict", "--no-error-summary", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        cwd=HERE.parent,
-        env=os.environ | environment,
-    )
+    words = ["-m", "mypy", "--strict", "--no-error-summary"]
+    return started(sys.executable, *words, *arguments, timeout=600, cwd=HERE.parent, **environment)
 
 
 @pytest.fixture(scope="module")

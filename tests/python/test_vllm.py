@@ -4,10 +4,7 @@ Switchyard computes is compared with fp64, with the activation by vLLM where it 
 
 import gc
 import importlib.util
-import os
 import re
-import subprocess
-import sys
 import tempfile
 from types import SimpleNamespace
 
@@ -16,8 +13,9 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import switchyard.vllm as plugin
-from conftest import ROOT, installed
-from reference import error, experts, routing
+import reference
+from conftest import ROOT, installed, python
+from reference import error, experts, fill_with_fp8, routing
 from switchyard import Activation, InvalidArgument, Unsupported
 from switchyard._serving import Binding, Options, local_ids, nccl_ctas, refuse_too_few_sms
 from vllm_ranks import factory, on_cpus
@@ -28,18 +26,18 @@ BF16_ERROR = 1e-2
 # ----------------------------------------------------------------------------- without vLLM
 
 
-def test_the_entry_point_names_what_is_there():
+@pytest.mark.parametrize("module,group", [("vllm", "vllm.general_plugins"), ("sglang", "sglang.srt.plugins")])
+def test_the_entry_point_names_what_is_there(module, group):
     text = (ROOT / "pyproject.toml").read_text()
-    found = re.search(r'\[project.entry-points."vllm.general_plugins"\]\nswitchyard = "(.*):(.*)"', text)
+    found = re.search(rf'\[project.entry-points."{group}"\]\nswitchyard = "(.*):(.*)"', text)
     assert found is not None
-    module, name = found.groups()
-    assert getattr(importlib.import_module(module), name) is plugin.register
+    named, function = found.groups()
+    assert getattr(importlib.import_module(named), function) is importlib.import_module(f"switchyard.{module}").register
 
 
-def test_importing_the_plugin_imports_no_vllm():
-    script = "import sys, switchyard.vllm; assert 'vllm' not in sys.modules and 'torch' not in sys.modules"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
+@pytest.mark.parametrize("module", ["vllm", "sglang"])
+def test_importing_a_plugin_imports_no_server(module):
+    python("-c", f"import sys, switchyard.{module}; assert not {{'{module}', 'torch'}} & set(sys.modules)")
 
 
 @pytest.mark.parametrize("module", ["vllm", "sglang"])
@@ -51,15 +49,7 @@ def test_an_unknown_framework_is_left_as_it_is(tmp_path, module):
         f"import switchyard.{module} as plugin; plugin.register(); "
         f"assert [m for m in sys.modules if m.startswith('{module}')] == ['{module}'], sys.modules"
     )
-    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env=os.environ | {"PYTHONPATH": path},
-    )
-    assert done.returncode == 0, done.stderr
+    done = python("-c", script, path=[tmp_path])
     assert "does not know the interface" in done.stderr and f"No module named '{module}." in done.stderr
 
 
@@ -304,8 +294,7 @@ def vllm():
 
 def load(layer):
     """As a loader of vLLM does."""
-    for name, parameter in layer.named_parameters():
-        parameter.data.normal_(std=1.0 if "bias" in name else 0.1)
+    reference.load(layer)
     layer.quant_method.process_weights_after_loading(layer)
 
 
@@ -419,13 +408,7 @@ def fp8_layer(vllm, **more):
 
 def test_fp8_in_blocks(vllm):
     layer = fp8_layer(vllm, weight_block_size=[128, 128])
-    exact = []
-    for name in ("w13", "w2"):
-        weight, scale = getattr(layer, f"{name}_weight"), getattr(layer, f"{name}_weight_scale_inv")
-        weight.data.copy_((torch.randn(weight.shape) * 100).clamp(-448, 448).to(torch.float8_e4m3fn))
-        scale.data.copy_(torch.rand(scale.shape) / 500 + 1e-3)
-        wide = scale.repeat_interleave(128, 1).repeat_interleave(128, 2)
-        exact.append(weight.data.float() * wide[:, : weight.shape[1], : weight.shape[2]])
+    exact = fill_with_fp8(layer)
     layer.quant_method.process_weights_after_loading(layer)
     x, ids, weights = batch()
     expected = experts(x, *exact[0].chunk(2, dim=1), exact[1], ids, weights, Activation())
@@ -620,22 +603,9 @@ def test_vllm_finds_the_entry_point(vllm, tmp_path):
         "from vllm.model_executor.custom_op import op_registry_oot; "
         "assert op_registry_oot['RoutedExperts'].__module__ == 'switchyard._vllm'"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ["PYTHONPATH"]])},
-    )
-    assert done.returncode == 0, done.stderr
+    python("-c", script, path=[tmp_path])
 
 
 @pytest.mark.parametrize("ranks,split", [(1, "tensor"), (2, "tensor"), (2, "expert")])
 def test_vllms_runner_on_ranks(vllm, ranks, split):
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "tests/python/vllm_ranks.py"), str(ranks), split],
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0 and "agrees" in done.stdout, done.stderr
+    assert "agrees" in python(ROOT / "tests/python/vllm_ranks.py", ranks, split).stdout

@@ -2,7 +2,6 @@
 
 import ctypes
 import gc
-import subprocess
 import sys
 import threading
 import weakref
@@ -11,6 +10,7 @@ import numpy
 import pytest
 import torch
 
+from conftest import in_threads, started
 import switchyard
 from reference import error, experts, routing
 from switchyard import Activation, Experts, Memory, Placement, Workspace, World, _workspace
@@ -200,24 +200,6 @@ def test_release_and_restore_of_two_ranks():
         assert len(of_rank) == 3 and all(torch.equal(out, case.expected) for out in of_rank)
 
 
-def in_threads(function, arguments):
-    failures = []
-
-    def run(argument):
-        try:
-            function(argument)
-        except BaseException as failure:
-            failures.append(failure)
-
-    threads = [threading.Thread(target=run, args=(argument,)) for argument in arguments]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if failures:
-        raise failures[0]
-
-
 def test_slots_serve_two_threads_at_once(cases):
     workspace = Workspace(**LARGEST, slots=2)
     assert workspace.slots == 2 and workspace.bytes == 2 * Workspace(**LARGEST).bytes
@@ -356,7 +338,7 @@ print("done")
 
 @pytest.mark.parametrize("more", ["", "workspace.release()", "del workspace", "del layers, layer", "workspace.me = workspace"])
 def test_alive_at_exit(more):
-    done = subprocess.run([sys.executable, "-c", EXIT.format(more=more)], capture_output=True, text=True)
+    done = started(sys.executable, "-c", EXIT.format(more=more))
     assert done.returncode == 0 and done.stderr == "" and done.stdout == "done\n", done
 
 

@@ -4,11 +4,11 @@ import os
 import socket
 import subprocess
 import sys
-import threading
 
 import pytest
 import torch
 
+from conftest import python, run_ranks, started
 import switchyard
 from reference import error, experts, routing
 from switchyard import Activation, Experts, Placement, World
@@ -46,23 +46,6 @@ def test_network_options_that_make_no_sense():
             World.processes(0, 1, rendezvous=name, **options)
     assert World.processes(0, 1, rendezvous=name, network_chunk_bytes=2048, network_window=1).size == 1
     assert World.from_env(network_window=2).size == 1
-
-
-def run_ranks(worlds, body):
-    results, failures = [None] * len(worlds), [None] * len(worlds)
-
-    def rank(world):
-        try:
-            results[world.rank] = body(world)
-        except Exception as failure:
-            failures[world.rank] = failure
-
-    threads = [threading.Thread(target=rank, args=(world,)) for world in worlds]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return results, failures
 
 
 def test_ranks_share_experts():
@@ -260,16 +243,10 @@ dist.destroy_process_group()
 def run_over_hosts(size, without, store, address):
     """What the ranks said, half of which are on each of two hosts."""
     launch = [sys.executable, "-m", "switchyard", "launch", "-n", str(size), "--namespaces", "2", "--"]
-    probe = subprocess.run([*launch, "true"], capture_output=True, text=True, timeout=60)
+    probe = started(*launch, "true", timeout=60)
     if probe.returncode != 0:
         pytest.skip("no network namespaces: " + probe.stderr.strip()[:200])
-    done = subprocess.run(
-        [*launch, sys.executable, "-c", HOSTS, without, store, address],
-        env=os.environ | {"GLOO_SOCKET_IFNAME": "eth0"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    done = started(*launch, sys.executable, "-c", HOSTS, without, store, address, GLOO_SOCKET_IFNAME="eth0")
     if "joins ranks of one host only" in done.stdout:
         pytest.skip("this build of Switchyard joins ranks of one host only")
     assert done.returncode == 0, done.stderr + done.stdout
@@ -336,7 +313,5 @@ def test_process_group_that_is_not_there():
 
 def test_from_env_of_the_launcher():
     script = "import switchyard; w = switchyard.World.from_env(); w.barrier(); print(w)"
-    command = [sys.executable, "-m", "switchyard", "launch", "-n", "2", "--", sys.executable, "-c", script]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
+    done = python("-m", "switchyard", "launch", "-n", "2", "--", sys.executable, "-c", script)
     assert "rank 0 of 2" in done.stdout and "rank 1 of 2" in done.stdout
