@@ -40,7 +40,7 @@ void sum_rows(const StagedContext& context, const MatrixView& rows, const SlotVi
     unpermute(rows, positions, factors, num_terms, out);
   } else {
     unpermute(rows, positions, factors, num_terms, out,
-              {context.device.stream(), context.options.device});
+              {context.device.stream(), context.options.cuda.device});
   }
 }
 
