@@ -17,7 +17,7 @@
 #include "cpu/thread_trace.h"
 #include "cpu/tile_gemm.h"
 #include "model/config.h"
-#include "model/generate.h"
+#include "models/generate.h"
 #include "protocol/partition.h"
 #include "switchyard/layer.h"
 #include "switchyard/routing.h"
@@ -86,7 +86,7 @@ void time_layer(benchmark::State& state, bool trace) {
     threads.emplace_back([&, world] {
       LayerOptions options;
       options.max_tokens = static_cast<int>(tokens);
-      options.trace = trace;
+      options.diagnostics.trace = trace;
       MoeLayer moe(world, spec, weights, options);
       const std::int64_t begin = tokens * world.rank() / ranks;
       const std::int64_t end = tokens * (world.rank() + 1) / ranks;

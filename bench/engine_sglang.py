@@ -5,6 +5,7 @@ point in a temporary folder names.
 """
 
 import asyncio
+import importlib.util
 import json
 import os
 import pathlib
@@ -26,7 +27,9 @@ _PURPOSES = {
 
 
 def load():
-    import sglang  # noqa: F401
+    """Importing SGLang initialises CUDA, after which a fork cannot use it. So each fork imports it."""
+    if importlib.util.find_spec("sglang") is None:
+        raise ImportError("sglang is not installed")
 
 
 def plugin():

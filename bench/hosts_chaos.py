@@ -4,7 +4,7 @@
   bench/hosts_chaos.py --build build --json results/hosts_chaos.json [--seeds 1000] [--stops 100]
                        [--sanitizer thread] [--jobs 2]
 
-The trials are those of tests/network/chaos_test.cpp and experts_by_host_test.cpp (layers and exchanges over a network in one process that
+The trials are those of tests/network/chaos_test.cpp and host_experts_test.cpp (layers and exchanges over a network in one process that
 reorders, delays, refuses and breaks) and of tests/network/hosts_test.cpp (processes in network namespaces
 that are killed or stopped). A row of the same kind and sanitizer is replaced.
 """

@@ -12,10 +12,10 @@ import sys
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 # The rooms of each tree, from the lowest to the highest.
 TREES = {
-    "src": ["base", "protocol", "model", "routing", "reference", "network", "fabric", "trace", "layer", "exchange",
+    "src": ["base", "protocol", "model", "routing", "network", "fabric", "trace", "layer", "exchange",
             "symmetric", "cpu", "gpu", "operators", "tuner", "c_api"],
     "examples": ["all_to_all"],
-    "lab": ["blackwell", "results", "report", "machine", "run", "bench", "cli"],
+    "lab": ["blackwell", "common", "models", "reference", "tuning", "results", "report", "machine", "run", "bench", "cli"],
 }
 ROOMS = [room for rooms in TREES.values() for room in rooms]
 # Rooms that stand side by side, although one comes first above.

@@ -15,6 +15,7 @@ from generated import ROOT, write_or_check
 sys.path += [str(ROOT / "lab"), str(ROOT / "bench")]
 
 from result_tables.common import RESULTS, for_each_card
+from result_tables.four_gpus import four_flashinfer, four_published, four_rivals, scaling_table, skewed_table
 from result_tables.frameworks import check_hf, engines_table, transformers_table
 from result_tables.layers import (
     FP8_SCALES,
@@ -56,8 +57,9 @@ def run_output():
     return "```\n" + path.read_text().rstrip() + "\n```" if path.exists() else ""
 
 
-def main():
-    parts = {
+def parts():
+    """{NAME: text}"""
+    return {
         "run": run_output(),
         "comparisons": comparisons_table(),
         "example": example("examples/forward/main.cpp"),
@@ -83,6 +85,11 @@ def main():
         "ep_fp8": for_each_card("ep_fp8.json", lambda: ranks_table("ep_fp8", "FP8, dispatch and combine inside the kernel.")),
         "ep_bf16": for_each_card("ep_bf16.json", lambda: ranks_table("ep_bf16", "bf16, dispatch and combine inside the kernel.")),
         "ep_thesis": for_each_card("ep_thesis.json", lambda: ranks_table("ep_thesis", "FlashDMoE's layer, bf16.")),
+        "four_rivals": four_rivals(),
+        "four_flashinfer": four_flashinfer(),
+        "four_published": four_published(),
+        "scaling": scaling_table(),
+        "ep_skewed": skewed_table(),
         "one_gpu_thesis": for_each_card("one_gpu_thesis.json", lambda: gpu_table("one_gpu_thesis", "FlashDMoE's layer on one {card}, bf16.")),
         "thesis_times": thesis_times(),
         "thesis_beside": thesis_beside(),
@@ -92,9 +99,13 @@ def main():
         "thesis_memory": thesis_memory(),
         "stragglers": stragglers_table(),
     }
+
+
+def main():
+    made = parts()
     pages = {path: path.read_text() for path in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]}
     for path in pages:
-        for name, text in parts.items():
+        for name, text in made.items():
             pages[path] = re.sub(
                 rf"<!-- begin: {name} -->.*?<!-- end: {name} -->",
                 lambda _: f"<!-- begin: {name} -->\n{text + chr(10) if text else ''}<!-- end: {name} -->",

@@ -6,6 +6,7 @@
 #include <thread>
 
 // README: begin
+#include <switchyard/checkpoint.h>
 #include <switchyard/layer.h>
 
 #include <vector>

@@ -3,6 +3,7 @@
 //   forward_cuda CHECKPOINT LAYER                             one GPU
 //   switchyard launch -n 2 -- forward_cuda CHECKPOINT LAYER   two; or torchrun, mpirun
 #include <cuda_runtime_api.h>
+#include <switchyard/checkpoint.h>
 #include <switchyard/layer.h>
 
 #include <cstdint>
@@ -51,7 +52,7 @@ void run(const char* directory, int layer_index) {
     if (e < own.begin || e >= own.end) weights.experts[static_cast<std::size_t>(e)] = {};
   }
   MoeLayer layer(world, spec, weights,
-                 {.backend = Backend::kCuda, .max_tokens = kTokens, .device = device});
+                 {.backend = Backend::kCuda, .max_tokens = kTokens, .cuda = {.device = device}});
 
   const std::size_t size = static_cast<std::size_t>(kTokens) * spec.hidden;
   void *x = nullptr, *y = nullptr;

@@ -326,19 +326,17 @@ typedef struct sy_layer_options {
   int32_t large_ids_are_none;  // ids of num_experts or more mean none, as -1 does, and are not bad
   int32_t workspace_slot;      // of `workspace`: 0 to its slots - 1
   double deadline_seconds;     // 0: the world's
-  // The memory to work in: a workspace of the same world and backend with room for this layer, or
-  // another layer's memory. Both null: memory of its own. The same on all ranks.
+  // The memory to work in: a workspace of the same world and backend with room for this layer.
+  // Null: memory of its own. The same on all ranks.
   const sy_workspace* workspace;
-  const sy_layer* share_memory_with;
+  const sy_layer* share_memory_with;  // null; layers share a workspace instead
   // The number of last passes whose rows of each expert are kept for sy_layer_recording(); 0: none.
   int32_t recorded_steps;
   // Ranks on several hosts: a host sums its outputs of one token of another host, rounds the sum,
   // and sends it as one row. The same on all ranks. See LayerOptions in layer.h.
   int32_t pre_sum_per_host;
-  const char* name;  // of the layer, as its recording has it; null: none
-  // SY_CUDA: a table that `switchyard tune --kernel layer` wrote for this shape, type and GPU, by
-  // which the host chooses each pass's schedule. Null: the rules.
-  const char* table_file;
+  const char* name;        // of the layer, as its recording has it; null: none
+  const char* table_file;  // null; a layer's rules choose the schedule of each pass
 } sy_layer_options;
 #define SY_LAYER_OPTIONS_INIT \
   { .struct_size = sizeof(sy_layer_options), .backend = SY_CPU, .max_tokens = 8192, .device = -1 }

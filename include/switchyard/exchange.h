@@ -24,8 +24,8 @@
 #include <functional>
 #include <memory>
 
-#include "switchyard/grouped_gemm.h"
 #include "switchyard/layer.h"
+#include "switchyard/operators.h"
 #include "switchyard/tensor.h"
 #include "switchyard/trace.h"
 #include "switchyard/weights.h"
@@ -90,8 +90,8 @@ struct ExchangeSpec {
 
 struct ExchangeOptions {
   Backend backend = Backend::kCpu;
-  int num_threads = 0;  // kCpu only; as in LayerOptions
-  int device = -1;      // kCuda only; as in LayerOptions
+  int num_threads = 0;  // kCpu only; as in CpuOptions
+  int device = -1;      // kCuda only; as in CudaOptions
   // kCuda only. The most SMs that a call uses for rows; 0: all. One block of a call waits for other
   // ranks as long as it takes. It needs few resources, so ranks may share a device whatever they
   // use. In a process with several ranks on a device, set CUDA_DEVICE_MAX_CONNECTIONS to 32 before

@@ -24,9 +24,6 @@ namespace switchyard {
 class LayerEngine;
 class MoeLayer;
 class Workspace;
-namespace tuner {
-struct Table;
-}
 
 // A point in the protocol, for step hooks.
 struct ProtocolStep {
@@ -67,36 +64,64 @@ enum class BadIds : std::uint8_t {
   kSkip,
 };
 
+// Options that only layers with kCpu have. Others refuse all but the defaults.
+struct CpuOptions {
+  // Processor threads of this rank, the calling thread included. 0: the hardware threads of this
+  // host divided by the ranks of the world, at least 1.
+  int num_threads = 0;
+};
+
+// Options that only layers with kCuda have. Others refuse all but the defaults.
+struct CudaOptions {
+  // -1: the device that is current when the layer is made. Each rank that is a process chooses its
+  // own, by the launcher's LOCAL_RANK, say. Kernels of a world's ranks wait for each other, so
+  // ranks on the same device must leave SMs to the others (reserved_sms), and a few more.
+  int device = -1;
+  // Streaming multiprocessors that the layer leaves to other kernels.
+  int reserved_sms = 0;
+  // Launches cooperatively: all blocks of the kernel start at once, or none yet. Without it that
+  // holds only while no other kernel runs on the device; otherwise blocks wait for each other up to
+  // the deadline. Set it to false for profilers that cannot replay such launches of clusters: ncu
+  // 2025.3 reports an illegal instruction.
+  bool cooperative_launch = true;
+  // Choices that replace the layer's own rules.
+  Schedule schedule{};
+};
+
+// Records of a layer's passes, and faults that tests inject.
+struct Diagnostics {
+  // Record what every role does in each pass, for MoeLayer::trace(). With kCuda a second variant of
+  // the kernel does so, which is compiled for some activations only; the other has no trace of it.
+  bool trace = false;
+  // kCuda only, and only with `trace`: fault injection.
+  std::optional<SlowRole> slow_role{};
+  // Called at every protocol step of this rank, from any of its threads. For fault injection and
+  // tracing; an empty function costs one test per step. kCpu only.
+  std::function<void(const ProtocolStep&)> on_step{};
+  // The number of last passes whose rows of each expert are kept for MoeLayer::recording(). They
+  // take a ring of recorded_steps * (16 + 4 bytes for each place of an expert), with kCuda in
+  // device memory, which one warp of the kernel writes. 0: record nothing, at no cost; at most
+  // 2^20. Ranks may differ.
+  int recorded_steps = 0;
+  // The layer's name in its recording: "layers.3". It may be any text, or none.
+  std::string name{};
+};
+
 struct LayerOptions {
   Backend backend = Backend::kCpu;
   // Most tokens this rank may pass to one forward(). All ranks must declare the same number. With
   // kCpu it bounds address space, and memory is committed by what really arrives; with kCuda device
   // memory is allocated for what may arrive.
   int max_tokens = 8192;
-  // kCpu only. Processor threads of this rank, the calling thread included. 0: the hardware threads
-  // of this host divided by the ranks of the world, at least 1.
-  int num_threads = 0;
-  // kCuda only. -1: the device that is current when the layer is made. Each rank that is a process
-  // chooses its own, by the launcher's LOCAL_RANK, say. Kernels of a world's ranks wait for each
-  // other, so ranks on the same device must leave SMs to the others (reserved_sms), and a few more.
-  int device = -1;
-  // kCuda only. Streaming multiprocessors that the layer leaves to other kernels.
-  int reserved_sms = 0;
-  // kCuda only. Launches cooperatively: all blocks of the kernel start at once, or none yet.
-  // Without it that holds only while no other kernel runs on the device; otherwise blocks wait for
-  // each other up to the deadline. Set it to false for profilers that cannot replay such launches
-  // of clusters: ncu 2025.3 reports an illegal instruction.
-  bool cooperative_launch = true;
-  // kCuda only. Choices that replace the layer's own rules.
-  Schedule schedule{};
+  CpuOptions cpu{};
+  CudaOptions cuda{};
   // Shared memory to work in, for the layers of a model, whose passes follow one another (see
-  // workspace.h): a workspace of the same world and backend, which may end before this layer; or
-  // the memory of another layer. It needs room for this layer. The same on all ranks. With kCuda
-  // stats() count the passes of all layers in the memory, and `nan_*`, `bad_slots` and bytes are of
-  // the last pass of any of them.
+  // workspace.h): a workspace of the same world and backend, which may end before this layer. It
+  // needs room for this layer. The same on all ranks. Null: memory of its own. With kCuda stats()
+  // count the passes of all layers in the memory, and `nan_*`, `bad_slots` and bytes are of the
+  // last pass of any of them.
   const Workspace* workspace = nullptr;
   int workspace_slot = 0;  // 0 to slots - 1
-  const MoeLayer* share_memory_with = nullptr;
   // Arithmetic and wire type: kBF16, kF32 or kF8E4M3. Empty: kF8E4M3 if the matrices of all experts
   // are FP8 and their scales are of blocks of multiples of 128 rows and columns (or of all of them)
   // or of whole rows; kBF16 for bf16 and other FP8 checkpoints, kF32 for fp16 and fp32 ones, or,
@@ -124,34 +149,13 @@ struct LayerOptions {
   // computed in), and send it as one row. That is at most one row for each token and host, so fewer
   // bytes between hosts. It changes bits: partial sums are rounded, and the token's rank adds them
   // in the order of their lowest k. Repetitions give the same bits, and so do other numbers of
-  // ranks on these hosts if each host keeps its experts and tokens. With kCuda the ranks of a host
-  // are then a layer of their own (docs/hosts.md): the sums of a token's own host are rounded, too,
-  // and so is the shared expert's output.
+  // ranks on these hosts if each host keeps its experts and tokens. Layers with kCuda do so
+  // whatever this says (docs/hosts.md). There the sums of a token's own host are rounded, too, and
+  // so is the shared expert's output.
   bool pre_sum_per_host = false;
   // Longest wait without a sign of progress from any rank, a year at most. Zero: the world's.
   std::chrono::milliseconds deadline{0};
-  // Record what every role does in each pass, for MoeLayer::trace(). With kCuda a second variant of
-  // the kernel does so, which is compiled for some activations only; the other has no trace of it.
-  bool trace = false;
-  // kCuda only, and only with `trace`: fault injection.
-  std::optional<SlowRole> slow_role{};
-  // Called at every protocol step of this rank, from any of its threads. For fault injection and
-  // tracing; an empty function costs one test per step. kCpu only.
-  std::function<void(const ProtocolStep&)> on_step{};
-  // The number of last passes whose rows of each expert are kept for MoeLayer::recording(). They
-  // take a ring of recorded_steps * (16 + 4 bytes for each place of an expert), with kCuda in
-  // device memory, which one warp of the kernel writes. 0: record nothing, at no cost; at most
-  // 2^20. Ranks may differ.
-  int recorded_steps = 0;
-  // The layer's name in its recording: "layers.3". It may be any text, or none.
-  std::string name{};
-  // kCuda only, in place of `schedule`. Schedules to choose from by the tokens of each pass: a
-  // table of tuner.h for this layer's shape, compute type and GPU. The host chooses, since a launch
-  // fixes whether a pass is small and whether blocks go in pairs, and knows the tokens alone: by
-  // Table::by_tokens, on one rank, or for rows that are balanced over the experts. A graph keeps
-  // the choice that was captured. Memory has room for the schedule that needs the most. Null, and
-  // passes for which the table has no choice: the rules.
-  std::shared_ptr<const tuner::Table> table{};
+  Diagnostics diagnostics{};
   // How long a rank waits for late ranks' counts before it computes rows that are here. Rows of
   // late ranks are computed when they come, which reads weights again. Outputs are the same bits
   // either way. At most a year; ranks may differ.
@@ -165,10 +169,6 @@ struct LayerOptions {
   //          `deadline` or more.
   std::optional<std::chrono::microseconds> patience{};
 };
-// The kernel and version of tables for layers: "layer_bf16", "layer_fp8". The version grows
-// whenever the kernel's times change.
-std::string layer_kernel_name(DType compute);
-inline constexpr std::int64_t kLayerKernelVersion = 1;
 
 // One rank's share of a batch. T may differ between ranks and calls, and may be 0.
 //
@@ -230,8 +230,8 @@ struct ForwardStats {
   // Bytes this rank wrote into other ranks' heaps.
   std::uint64_t dispatch_bytes = 0;  // activations and row descriptors
   // Expert outputs. With LayerOptions::pre_sum_per_host: those for which another rank of this host
-  // keeps the sum, and sums that this rank sent. The number varies, because the rank with the last
-  // of a token's outputs sends its sum.
+  // keeps the sum, and sums that this rank sent. On CPUs the number varies, because the rank with
+  // the last of a token's outputs sends its sum.
   std::uint64_t combine_bytes = 0;
   std::uint64_t signal_bytes = 0;  // counts rows and flags
   // Bytes that an all-to-all would have sent from this rank, there and back, with every (rank,
@@ -277,8 +277,9 @@ class MoeLayer {
   // synchronise, so it can be captured in a CUDA graph, and a graph may be launched again with
   // other contents in the same memory. Passes of one layer must follow one another: on one stream,
   // or on streams that wait for each other. The same input gives the same bits, on every repetition
-  // and however many ranks share the experts (with kCuda, where routing is given: what its gate
-  // sums up in parts depends on how many tokens a rank has); in FP8, activations and what
+  // and however many ranks share the experts (with kCuda, where routing is given, because what its
+  // gate sums up in parts depends on how many tokens a rank has, and where Schedule::small_tokens
+  // is 0, because passes of few tokens on one GPU add in another order); in FP8, activations and what
   // quantising them as above makes of them give the same bits, too. Throws Error{kInvalidArgument,
   // kShapeMismatch, kDTypeMismatch, kCapacityExceeded} before anything is sent if the input is
   // unusable; TimeoutError{kTimeout} if a rank did not do its part within the deadline,
@@ -336,11 +337,11 @@ class MoeLayer {
 
   // The routing of the last passes, over all ranks' tokens. With kCuda it waits like stats(), and
   // passes launched by a graph count. Throws Error{kInvalidArgument} without
-  // LayerOptions::recorded_steps, and what forward() throws for a failed pass.
+  // Diagnostics::recorded_steps, and what forward() throws for a failed pass.
   Recording recording() const;
 
   // The events of this rank's last pass. Waits like stats(). Throws Error{kInvalidArgument} without
-  // LayerOptions::trace, and what forward() throws for a failed pass.
+  // Diagnostics::trace, and what forward() throws for a failed pass.
   PassTrace trace() const;
 
   const LayerSpec& spec() const;
@@ -348,7 +349,7 @@ class MoeLayer {
   DType compute() const;
   int num_threads() const;  // kCuda: 0
   // Private memory of this rank beside weights and heap: with kCuda what was allocated on the
-  // device when the layer was made, or what it shares (LayerOptions::share_memory_with), with kCpu
+  // device when the layer was made, or the workspace's memory that it works in, with kCpu
   // address space that is committed as it is used.
   std::uint64_t workspace_bytes() const;
 

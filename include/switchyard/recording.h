@@ -30,7 +30,7 @@ struct RecordedStep {
 };
 
 struct Recording {
-  std::string layer{};  // LayerOptions::name
+  std::string layer{};  // Diagnostics::name
   int rank = 0, num_ranks = 1;
   int num_experts = 0, top_k = 0;
   int n = 0, k = 0;  // of an expert's first matrix, as tuner::Model has them

@@ -8,8 +8,8 @@
 //   tuner::Fit fit = tuner::fit(profile);
 //   std::size_t best = tuner::select(fit, 0, tokens_per_expert);
 //
-// The cost model, the regions and the protocol are those of RaMP (arXiv 2604.26039), sections IV-A,
-// IV-B and V-A. Times are microseconds throughout, and counts are tokens of each expert, [E].
+// The cost model and the protocol are those of RaMP (arXiv 2604.26039), sections IV-A and V-A.
+// Times are microseconds throughout, and counts are tokens of each expert, [E].
 #pragma once
 
 #include <array>
@@ -50,7 +50,7 @@ std::vector<std::int64_t> draw_counts(Generator generator, int tokens, int num_e
 
 // ------------------------------------------------------------------------------------- kernels
 
-// A layer's shape, as the cost model and the regions see it.
+// A layer's shape, as the cost model sees it.
 struct Model {
   std::string name{};
   int num_experts = 0, top_k = 0;
@@ -151,6 +151,8 @@ struct Plan {
 // model that no recorded layer matches.
 void add_recorded(Plan& plan, const Recordings& recordings, std::size_t most = 24);
 
+inline constexpr int kReferenceRows = 256;  // weight rows of RaMP's reference configuration
+
 inline constexpr double kNotTimed = -1;    // yet
 inline constexpr double kUnsupported = 0;  // the configuration cannot run this model
 inline constexpr double kPruned = -2;      // not to be timed: see MeasureOptions::prune
@@ -208,9 +210,9 @@ struct MeasureOptions {
   // at every pilot of a model: its points to fit on with the fewest, the middle and the most
   // tokens, at the lowest and highest beta, which are timed first. They are neither fitted nor
   // chosen, and what is called exhaustive is the best of the others. It always keeps the kernel's
-  // rule and, of those with and without each feature that a Prediction is about, the best at each
-  // pilot. fit() leaves out kept ones that are slower than the best by more than 25 % at every
-  // point to fit on.
+  // rule and, at each pilot, the best with and without splits, with and without group_m, and with
+  // and without more weight rows than kReferenceRows. fit() leaves out kept ones that are slower
+  // than the best by more than 25 % at every point to fit on.
   std::optional<double> prune{};
   std::function<void(const Progress&)> progress{};  // before each timing, and at the end
   std::function<double()> clock{};                  // seconds; empty: the steady clock
@@ -299,10 +301,6 @@ double predict_us(const Fit& fit, std::size_t model, std::size_t configuration,
 std::size_t select(const Fit& fit, std::size_t model, std::span<const std::int64_t> counts);
 // The index of a model by name. Throws Error{kInvalidArgument} naming those that there are.
 std::size_t model_index(const Fit& fit, std::string_view name);
-// R squared: 1 - residual / total sum of squares, over all of a model's times that were fitted on.
-// With `of_logarithms` over their logarithms, since configurations differ by orders of magnitude.
-double r_squared(const Profile& profile, const Fit& fit, std::size_t model,
-                 bool of_logarithms = false);
 
 std::string to_json(const Fit& fit);
 Fit parse_fit(std::string_view text, const std::string& source);
@@ -323,33 +321,17 @@ struct Table {
     float a = 0, b = 0, c = 0, d = 0;
   };
   std::vector<Entry> entries{};
-  // The entry of each range of tokens, for kernels whose host chooses and knows only a pass's
-  // tokens. No two ranges overlap, and the kernel's own rule runs all other passes. Such a table
-  // may have no entry. Empty: the predicted time chooses.
-  struct Range {
-    int first = 0, last = 0;  // tokens
-    std::size_t entry = 0;
-  };
-  std::optional<std::vector<Range>> by_tokens{};
 };
 // The configurations that the fit chooses for at least one of the routings: every beta of 0, 0.05,
 // ... 1 from both generators, and every power of two of tokens up to `most_tokens`.
 Table make_table(const Fit& fit, std::size_t model, int most_tokens = 1024);
-// A table by tokens: TokensChoice::configuration where it gains kLeastGain or more. Between two
-// measured numbers of tokens there is a choice if both have the same one.
-Table make_table_by_tokens(const Profile& profile, const Fit& fit, std::size_t model);
 // Evaluates in float, in the order of Form, as a device would. Ties go to the earlier entry. Throws
 // Error{kInvalidArgument} for a table without entries.
 std::size_t select(const Table& table, std::span<const std::int64_t> counts);
-// The entry that a table by tokens has for a pass of `tokens` tokens. None: the kernel's rule.
-std::optional<std::size_t> entry_for(const Table& table, std::int64_t tokens);
 std::string to_json(const Table& table);
 Table parse_table(std::string_view text, const std::string& source);
 // Reads a table and does not check it against a kernel, which GroupedGemm does by itself.
 Table read_table(const std::filesystem::path& file);
-// Reads a table with the checks of read_fit(). A table of another model is a MismatchError, too.
-Table read_table(const std::filesystem::path& file, std::string_view kernel, std::int64_t version,
-                 std::string_view machine, const Model& model);
 void write_table(const std::filesystem::path& file, const Table& table);
 
 // ----------------------------------------------------------------------------------- judgement
@@ -372,115 +354,5 @@ struct Outcome {
 // At each point the cost model chooses among the configurations that can run it. Points without
 // times of all their configurations are left out.
 std::vector<Outcome> evaluate(const Profile& profile, const Fit& fit);
-
-// The gain of choosing by tokens alone, at one number of tokens: over all points of a model with
-// that number and with times of all their configurations.
-struct TokensChoice {
-  int tokens = 0;
-  std::size_t points = 0;
-  // The share by which the rule is slower than the best configuration of each point; below 0 where
-  // it is faster.
-  double left_mean = 0, left_max = 0;
-  // The configuration that gains the most over the rule at all points together, of those that lose
-  // more than kMostLoss at none. None if all do.
-  std::optional<std::size_t> configuration{};
-  // The share by which the rule is slower than it: in the geometric mean, and at the point where it
-  // is least.
-  double gain = 0, least = 0;
-};
-inline constexpr double kLeastGain = 0.02, kMostLoss = 0.02;
-// One choice for each number of tokens, in order. Empty for a profile without the kernel's rule.
-std::vector<TokensChoice> choices_by_tokens(const Profile& profile, std::size_t model);
-
-struct Regret {
-  std::size_t points = 0;
-  double mean = 0, standard_error = 0, max = 0;  // shares: 0.01 is 1 %
-};
-Regret regret_of(std::span<const Outcome> outcomes);
-// The geometric mean of another way's time over that of the cost model's choice. None if no outcome
-// has that time.
-std::optional<double> speed_up(std::span<const Outcome> outcomes,
-                               std::optional<double> Outcome::*before);
-
-// ------------------------------------------------------------------------------------- regions
-
-// The constants of a device from which the thresholds of the regions follow.
-struct DeviceConstants {
-  double block_start_us = 24;  // start of a lone block: launch, barriers, the first loads
-  double tile_us = 0.130;      // one product of kReferenceRows x kTileColumns with a tile of tokens
-  double split_us = 4.68;      // what splitting K costs a call: a second launch, or the sums
-  std::uint64_t l2_bytes = std::uint64_t{60} << 20;
-  double l2_share = 0.75;  // of the L2 cache that weights can have
-  int num_sms = 132;
-};
-// These constants, fitted to a profile's own times. A call of at most one wave, without splits, in
-// the configuration of the fewest token rows whose tasks are nearest to kReferenceRows wide, takes
-// block_start_us + kappa * tile_us: least squares of errors over times, over models of different K.
-// A product of another width counts in proportion. split_us is the mean of what the best
-// configuration with splits loses of the kappa * tile_us * (1 - 1 / splits) that it would save;
-// without such configurations it stays that of `others`, as do the L2 cache, if the profile does
-// not know it, and its share. None if the models have one K, or times do not grow with it.
-std::optional<DeviceConstants> measured_constants(const Profile& profile,
-                                                  const DeviceConstants& others = {});
-inline constexpr int kTileColumns = 128;    // tile_k
-inline constexpr int kReferenceRows = 256;  // ttn of the reference configuration
-inline constexpr int kReferenceSplits = 4;
-
-struct Thresholds {
-  double rho = 0;           // block_start_us / tile_us
-  double lambda_kappa = 0;  // l2_share * l2_bytes / bytes of a tile of weights
-  // Splitting K by s saves kappa * tile_us * (1 - 1 / s) of a lone task, which must exceed
-  // split_us.
-  double kappa = 0;
-  // The grid must have room for the s-fold tasks and once more for their sums: 1 / (s + 1).
-  double split_omega = 0;
-  double wide_omega = 1;
-};
-Thresholds thresholds_of(const DeviceConstants& device, int element_bytes = 1,
-                         int splits = kReferenceSplits);
-
-struct RegionVariables {
-  double rho = 0;    // n * k / (weight_rows * kTileColumns): products of a block
-  int lambda = 0;    // ceil(n / weight_rows): blocks of weight rows
-  double kappa = 0;  // k / kTileColumns: depth
-  double omega = 0;  // grid / SMs: waves
-};
-// `configuration` gives the height and width of a task. Its splits are left out of omega.
-RegionVariables region_variables(const Model& model, const Configuration& configuration,
-                                 std::span<const std::int64_t> counts, int num_sms);
-
-// {rho below its threshold, not below} x {omega < 1, 1 to 8, > 8}.
-enum class Region : std::uint8_t { kA1, kA2, kA3, kB1, kB2, kB3 };
-const char* to_string(Region region);  // "A1" ... "B3"
-Region region_of(const RegionVariables& variables, const Thresholds& thresholds);
-
-// True if the feature is predicted to make the kernel faster.
-bool split_k_helps(const RegionVariables& variables, const Thresholds& thresholds);
-bool group_m_helps(const RegionVariables& variables, const Thresholds& thresholds);
-bool wide_tiles_help(const RegionVariables& variables, const Thresholds& thresholds);
-
-enum class Prediction : std::uint8_t { kSplitK, kGroupM, kWideTiles };
-inline constexpr std::array<Prediction, 3> kPredictions{Prediction::kSplitK, Prediction::kGroupM,
-                                                        Prediction::kWideTiles};
-const char* to_string(Prediction prediction);  // "split_k", "group_m", "wide_tiles"
-
-// A prediction beside what a profile has measured, for the points of a model where it says yes, or
-// where it says no.
-struct Finding {
-  std::size_t model = 0;
-  Prediction prediction{};
-  bool predicted = false;  // to help
-  std::size_t points = 0;
-  // The geometric mean over these points: the best time of configurations without it, over the best
-  // with it. Above 1: it helps.
-  double measured_ratio = 1;
-
-  bool confirmed() const { return predicted == (measured_ratio > 1); }
-};
-// A reference configuration of `token_rows` tokens and kReferenceRows rows of weights decides what
-// is predicted. A prediction is left out if the kernel has no configurations with and without its
-// feature.
-std::vector<Finding> findings(const Profile& profile, const DeviceConstants& device,
-                              int element_bytes = 1, int token_rows = 16);
 
 }  // namespace switchyard::tuner

@@ -1,10 +1,8 @@
-// Checkpoints in Hugging Face format (config.json + safetensors, sharded or not), memory-mapped.
+// The weights of a layer, and which of its experts each rank has.
 #pragma once
 
 #include <cstdint>
-#include <filesystem>
 #include <memory>
-#include <string>
 #include <vector>
 
 #include "switchyard/layer_spec.h"
@@ -70,28 +68,5 @@ void validate(const LayerSpec& spec, const MoeWeights& weights);  // all experts
 // exactly the experts with tokens_per_expert[e] > 0 are active.
 std::uint64_t touched_weight_bytes(const MoeWeights& weights,
                                    const std::vector<std::int64_t>& tokens_per_expert);
-
-// A directory with config.json and *.safetensors. Opening reads headers only; tensors are mapped
-// read-only and shared, and pages are read when touched.
-class Checkpoint {
- public:
-  // Throws Error{kInvalidConfig, kInvalidFile, kUnsupported, kSystem}.
-  static Checkpoint open(const std::filesystem::path& directory);
-
-  const std::string& model_type() const;  // "olmoe", "mixtral", "deepseek_v3", ...
-  int num_layers() const;
-  std::vector<int> moe_layers() const;  // indices of the layers that are MoE layers
-  DType dtype() const;                  // of the expert weights
-
-  // Throws Error{kInvalidArgument} if `layer` is not an MoE layer.
-  LayerSpec layer_spec(int layer) const;
-  // Throws Error{kMissingTensor, kShapeMismatch, kDTypeMismatch}. The views live as long as
-  // MoeWeights::owner does, also after the Checkpoint is gone.
-  MoeWeights load_layer(int layer) const;
-
- private:
-  struct State;
-  std::shared_ptr<const State> state_;
-};
 
 }  // namespace switchyard

@@ -30,9 +30,9 @@ struct WorkspaceOptions {
   // Layers that work at the same time need a slot each, with memory of its own: two for two-batch
   // overlap. A layer works in one slot (LayerOptions::workspace_slot). 1 to 16.
   int slots = 1;
-  int num_threads = 0;   // kCpu only; as in LayerOptions
-  int device = -1;       // kCuda only; as in LayerOptions
-  int reserved_sms = 0;  // kCuda only; as in LayerOptions
+  int num_threads = 0;   // kCpu only; as in CpuOptions
+  int device = -1;       // kCuda only; as in CudaOptions
+  int reserved_sms = 0;  // kCuda only; as in CudaOptions
   // Makes room for layers with LayerOptions::pre_sum_per_host. The same on all ranks.
   bool pre_sum_per_host = false;
   // kCuda only. Allocates the memory that other ranks do not write, which is all of it in a world

@@ -1,6 +1,6 @@
 #include "bench/activations.h"
 
-#include "model/random_tensor.h"
+#include "models/random_tensor.h"
 
 namespace switchyard::bench {
 

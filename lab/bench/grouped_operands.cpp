@@ -9,9 +9,10 @@
 #include <thread>
 
 #include "base/convert.h"
+#include "base/mix64.h"
 #include "base/quantize.h"
 #include "base/threads.h"
-#include "model/random_tensor.h"
+#include "models/random_tensor.h"
 #include "reference/decode.h"
 #include "reference/multiply.h"
 #include "reference/reference.h"

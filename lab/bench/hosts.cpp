@@ -8,7 +8,6 @@
 #include <cmath>
 #include <cstring>
 #include <functional>
-#include <initializer_list>
 #include <optional>
 #include <thread>
 
@@ -19,7 +18,7 @@
 #include "fabric/fabric.h"
 #include "gpu/device.h"
 #include "machine/description.h"
-#include "model/generate.h"
+#include "models/generate.h"
 #include "network/proxy.h"
 #include "protocol/atomics.h"
 #include "switchyard/error.h"
@@ -76,10 +75,10 @@ class Session {
       rows.push_back(collect("combine_summed", measure_exchange(tokens, true).second, tokens));
     }
     if (options_.backend == Backend::kCuda) {
-      measure_layers(DType::kBF16, {{"layer", false}, {"layer_summed", true}}, rows);
+      measure_layers("layer_summed", DType::kBF16, rows);
       // Others are not for FP8.
       if (options_.hidden % 16 == 0 && options_.intermediate % 16 == 0) {
-        measure_layers(DType::kF8E4M3, {{"layer_summed_fp8", true}}, rows);
+        measure_layers("layer_summed_fp8", DType::kF8E4M3, rows);
       }
     }
     return rows;
@@ -245,22 +244,18 @@ class Session {
             .top_k = options_.top_k};
   }
 
-  // Stages, and whether they have sums per host.
-  void measure_layers(DType type, std::initializer_list<std::pair<const char*, bool>> stages,
-                      std::vector<HostsRow>& rows) {
+  void measure_layers(const char* stage, DType type, std::vector<HostsRow>& rows) {
     const LayerSpec spec = layer_spec();
     const MoeWeights weights = generate_weights(spec, type, options_.seed);
     for (const std::int64_t tokens : options_.tokens) {
-      for (const auto& [stage, summed] : stages) {
-        rows.push_back(collect(stage, measure_layer(spec, weights, tokens, summed), tokens));
-      }
+      rows.push_back(collect(stage, measure_layer(spec, weights, tokens), tokens));
     }
   }
 
-  // On GPUs. What comes out must have the bits that one rank computes alone; `summed`, with sums
-  // per host: that but for their rounding.
-  Measured measure_layer(const LayerSpec& spec, const MoeWeights& weights, std::int64_t tokens,
-                         bool summed) const {
+  // On GPUs. What comes out must be what one rank computes alone, but for the rounding of the
+  // hosts' sums.
+  Measured measure_layer(const LayerSpec& spec, const MoeWeights& weights,
+                         std::int64_t tokens) const {
     const RankTokens mine = tokens_of_rank(tokens);
     Memory x(options_.backend, mine.x), y(options_.backend, mine.x.size() * 2),
         ids(options_.backend, mine.routing.ids),
@@ -274,18 +269,17 @@ class Session {
     const ForwardOutput output{.data = y.as<std::byte>()};
     LayerOptions how{.backend = options_.backend,
                      .max_tokens = static_cast<int>(tokens),
-                     .device = options_.device};
+                     .cuda = {.device = options_.device}};
     std::vector<std::uint16_t> expected;
     {
       LayerOptions alone = how;
-      alone.schedule.splits = 1;  // as over several ranks
+      alone.cuda.schedule.splits = 1;  // as over several ranks
       const World world = World::single();
       MoeLayer layer(world, spec, weights, alone);
       layer.forward(input, output);
       stream->synchronize();
       expected = y.read<std::uint16_t>();
     }
-    how.pre_sum_per_host = summed;
     MoeLayer layer(world_, spec, weights, how);
     Measured measured;
     const int repeat = repeats_of(tokens);
@@ -293,18 +287,11 @@ class Session {
       time(measured, i >= kWarmUps, repeat, stream, [&] { layer.forward(input, output); });
     }
     layer.check();
-    const std::vector<std::uint16_t> found = y.read<std::uint16_t>();
-    measured.wrong = summed ? wrong_rows(found, expected) : wrong_values(found, expected);
+    measured.wrong = wrong_rows(y.read<std::uint16_t>(), expected);
     world_.barrier();
     return measured;
   }
 
-  static std::uint64_t wrong_values(const std::vector<std::uint16_t>& found,
-                                    const std::vector<std::uint16_t>& expected) {
-    std::uint64_t wrong = 0;
-    for (std::size_t i = 0; i < found.size(); ++i) wrong += found[i] != expected[i];
-    return wrong;
-  }
   // Sums of hosts are rounded to bf16, and so is their sum.
   std::uint64_t wrong_rows(const std::vector<std::uint16_t>& found,
                            const std::vector<std::uint16_t>& expected) const {

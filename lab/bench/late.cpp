@@ -11,6 +11,7 @@
 #include <optional>
 #include <random>
 
+#include "base/mix64.h"
 #include "base/names.h"
 #include "base/plural.h"
 #include "bench/activations.h"
@@ -20,8 +21,7 @@
 #include "bench/suite.h"
 #include "gpu/device.h"
 #include "machine/description.h"
-#include "model/generate.h"
-#include "model/random_tensor.h"
+#include "models/generate.h"
 #include "protocol/control.h"
 #include "run/devices.h"
 #include "run/late.h"
@@ -178,10 +178,10 @@ class LateRank {
       const run::RankDevice place = run::rank_device(world_.rank(), world_.size(), {});
       gpu::set_device(place.device);
       o.backend = Backend::kCuda;
-      o.device = place.device;
-      o.reserved_sms = place.reserved_sms;
+      o.cuda.device = place.device;
+      o.cuda.reserved_sms = place.reserved_sms;
     } else if (world_.rank() + 1 < world_.size()) {
-      o.on_step = [&tasks = tasks_](const ProtocolStep& step) {
+      o.diagnostics.on_step = [&tasks = tasks_](const ProtocolStep& step) {
         using Kind = ProtocolStep::Kind;
         if (step.kind != Kind::kGemm1 && step.kind != Kind::kGemm2) return;
         tasks.all.fetch_add(1, std::memory_order_relaxed);

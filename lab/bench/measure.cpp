@@ -66,10 +66,10 @@ LayerOptions layer_options(DType compute, std::int64_t max_tokens, const Measure
                            const RankDevice& place) {
   LayerOptions o = layer_options(compute, max_tokens);
   o.backend = Backend::kCuda;
-  o.device = place.device;
-  o.reserved_sms = place.reserved_sms;
-  o.cooperative_launch = !options.uncooperative;
-  o.trace = options.traced;
+  o.cuda.device = place.device;
+  o.cuda.reserved_sms = place.reserved_sms;
+  o.cuda.cooperative_launch = !options.uncooperative;
+  o.diagnostics.trace = options.traced;
   return o;
 }
 
@@ -155,7 +155,7 @@ class GpuRank {
     stream_.synchronize();
   }
 
-  int device() const { return layer_options_.device; }
+  int device() const { return layer_options_.cuda.device; }
   void set_input(const MatrixView& activations, std::span<const std::int32_t> ids,
                  std::span<const float> weights) {
     stream_.synchronize();

@@ -12,7 +12,7 @@
 #include "bench/skew.h"
 #include "gpu/device.h"
 #include "machine/description.h"
-#include "model/generate.h"
+#include "models/generate.h"
 #include "run/source.h"
 #include "switchyard/error.h"
 #include "switchyard/routing.h"

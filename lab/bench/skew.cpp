@@ -9,11 +9,11 @@
 #include <utility>
 
 #include "base/convert.h"
+#include "base/mix64.h"
 #include "base/plural.h"
 #include "base/threads.h"
 #include "bench/activations.h"
 #include "machine/host.h"
-#include "model/random_tensor.h"
 #include "reference/decode.h"
 #include "switchyard/error.h"
 #include "switchyard/routing.h"

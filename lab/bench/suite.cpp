@@ -4,7 +4,7 @@
 
 #include "base/join.h"
 #include "base/printable.h"
-#include "model/model_table.h"
+#include "models/model_table.h"
 #include "switchyard/error.h"
 
 namespace switchyard::bench {

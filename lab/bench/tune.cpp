@@ -259,6 +259,8 @@ TuneModel tune_model(std::string_view name, const ConfigOverrides& overrides) {
   return tuned;
 }
 
+std::string layer_kernel_name(DType compute) { return std::string("layer_") + short_name(compute); }
+
 tuner::Kernel make_tuned_kernel(const TuneOptions& options) {
   const bool grouped = options.kernel == TunedKernel::kGrouped;
   const auto bench = std::make_shared<Bench>(options);

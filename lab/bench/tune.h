@@ -59,6 +59,11 @@ struct LayerChoice {
   Schedule schedule;
   int num_threads = 0;
 };
+// "layer_bf16", "layer_fp8", ...: the kernel of profiles of layers. Its version grows whenever the
+// layer kernel's times change.
+std::string layer_kernel_name(DType compute);
+inline constexpr std::int64_t kLayerKernelVersion = 1;
+
 // The first is the kernel's own rule. On a GPU there are more than 134 in bf16 and in FP8. Throws
 // Error{kUnsupported} for types that the kernel does not compute in there.
 std::vector<GroupedChoice> grouped_choices(Backend backend, DType dtype, int hardware_threads);

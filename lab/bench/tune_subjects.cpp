@@ -9,10 +9,10 @@
 #include <utility>
 
 #include "base/convert.h"
+#include "base/mix64.h"
 #include "bench/activations.h"
 #include "bench/grouped_operands.h"
 #include "bench/measure.h"
-#include "model/random_tensor.h"
 #include "switchyard/error.h"
 #include "switchyard/grouped_gemm.h"
 
@@ -254,9 +254,8 @@ class LayerSubject : public TuneSubject {
       options.backend = backend_;
       options.max_tokens = static_cast<int>(max_tokens_);
       options.compute = compute_;
-      options.schedule = choice.schedule;
-      options.num_threads = choice.num_threads;
-      if (!layers_.empty()) options.share_memory_with = layers_.front().get();
+      options.cuda.schedule = choice.schedule;
+      options.cpu.num_threads = choice.num_threads;
       layers_.push_back(std::make_unique<MoeLayer>(
           world_, spec_, weights_of(static_cast<std::size_t>(copy)), options));
     }

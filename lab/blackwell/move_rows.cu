@@ -7,8 +7,7 @@ namespace switchyard::gpu {
 namespace {
 
 struct Config {
-  static constexpr Numerics kNumerics{
-      .weight = DType::kBF16, .token = DType::kBF16, .scale_group = 0};
+  static constexpr Numerics kNumerics = Numerics::stored_as(DType::kBF16);
   static constexpr TileConfig kTile{.weight_rows = 0,  // the identity is nowhere in memory
                                     .token_rows = {64, 64, 16},
                                     .stages = 4,
@@ -39,7 +38,7 @@ struct Storage {
 // the identity, the column) and the token that tile/weight_major.cuh names.
 template <int N>
 __device__ __forceinline__ void read_stage(const std::byte* tokens, float (&acc)[N / 2]) {
-  const std::uint32_t thread = fresh_thread_index<kWarpgroup>(), lane = thread % 32;
+  const std::uint32_t thread = reread_thread_index<kWarpgroup>(), lane = thread % 32;
 #pragma unroll
   for (int i = 0; i < N / 2; ++i) {
     const std::uint32_t column = thread / 32 * 16 + lane / 4 + i / 2 % 2 * 8;

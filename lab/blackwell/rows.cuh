@@ -66,7 +66,7 @@ struct ScatteredRows {
     static_assert(kTokens % 16 == 0 && N % kTokens == 0);
     const std::uint32_t group = math_group(), base = shared_address(staging[group]);
     const Staging<kTokens, kVectors> staged{base};
-    const std::uint32_t thread = fresh_thread_index<kWarpgroup>();
+    const std::uint32_t thread = reread_thread_index<kWarpgroup>();
     const std::uint32_t warp = __shfl_sync(~0u, thread / 32, 0), lane = thread % 32;
     const std::uint32_t column = (task.block * kMathGroups + group) * kInstructionRows;
 #pragma unroll
@@ -106,7 +106,7 @@ struct ScatteredRows {
   }
   // Waits for all stores: before the block ends, whose memory they read.
   __device__ void end() const {
-    if (__shfl_sync(~0u, fresh_thread_index<kWarpgroup>() / 32, 0) == 0 && elect()) {
+    if (__shfl_sync(~0u, reread_thread_index<kWarpgroup>() / 32, 0) == 0 && elect()) {
       await_all_stores_but<0>();
     }
   }

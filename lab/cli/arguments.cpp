@@ -9,9 +9,9 @@
 
 #include "base/join.h"
 #include "base/names.h"
-#include "base/nearest.h"
-#include "base/numbers.h"
 #include "base/printable.h"
+#include "common/nearest.h"
+#include "common/numbers.h"
 #include "switchyard/error.h"
 
 namespace switchyard::cli {

@@ -8,18 +8,18 @@
 #include <exception>
 #include <memory>
 
-#include "base/host_memory.h"
 #include "base/json.h"
+#include "base/mapping.h"
 #include "base/names.h"
 #include "base/plural.h"
 #include "cli/arguments.h"
 #include "cli/commands.h"
 #include "cli/format.h"
 #include "cli/source.h"
+#include "common/host_memory.h"
 #include "cpu/kernels.h"
 #include "cpu/tile_gemm.h"
 #include "fabric/launch.h"
-#include "fabric/mapping.h"
 #include "gpu/device.h"
 #include "gpu/peer_link.h"
 #include "layer/compute.h"

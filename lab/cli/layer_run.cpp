@@ -7,13 +7,13 @@
 #include <limits>
 #include <utility>
 
-#include "base/host_memory.h"
 #include "base/mapped_file.h"
 #include "base/names.h"
 #include "base/plural.h"
 #include "cli/format.h"
 #include "cli/no_gpu.h"
 #include "cli/output_file.h"
+#include "common/host_memory.h"
 #include "fabric/environment.h"
 #include "gpu/device.h"
 #include "layer/compute.h"

@@ -8,8 +8,8 @@
 #include <sstream>
 #include <string_view>
 
-#include "base/numbers.h"
 #include "base/printable.h"
+#include "common/numbers.h"
 #include "switchyard/error.h"
 
 namespace switchyard::cli {

@@ -15,8 +15,9 @@
 #include "cli/progress.h"
 #include "cli/source.h"
 #include "model/config.h"
-#include "model/generate.h"
-#include "model/model_table.h"
+#include "models/generate.h"
+#include "models/model_table.h"
+#include "switchyard/checkpoint.h"
 #include "switchyard/weights.h"
 
 namespace switchyard::cli {

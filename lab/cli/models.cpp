@@ -10,8 +10,8 @@
 #include "cli/commands.h"
 #include "cli/format.h"
 #include "model/config.h"
-#include "model/generate.h"
-#include "model/model_table.h"
+#include "models/generate.h"
+#include "models/model_table.h"
 
 namespace switchyard::cli {
 namespace {

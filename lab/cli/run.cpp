@@ -13,7 +13,7 @@
 #include "cli/layer_run.h"
 #include "cli/run_report.h"
 #include "machine/description.h"
-#include "model/safetensors.h"
+#include "models/matrix_file.h"
 #include "switchyard/recording.h"
 
 namespace switchyard::cli {

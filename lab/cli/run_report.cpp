@@ -62,7 +62,7 @@ void derive_speed(const Report& report, Derived& d) {
   d.median = median_of(r.pass_seconds);
   d.fastest = *std::min_element(r.pass_seconds.begin(), r.pass_seconds.end());
   d.slowest = *std::max_element(r.pass_seconds.begin(), r.pass_seconds.end());
-  d.flops = cpu::useful_flops(cpu::layer_products(
+  d.flops = machine::useful_flops(machine::layer_products(
       spec, r.tokens_per_expert, run::all_share_sizes(report.batch.tokens(), r.ranks)));
   d.flops_per_second = ratio(d.flops, d.median);
   d.gemm_fraction = ratio(d.flops_per_second, report.rates.gemm_flops);
@@ -328,8 +328,8 @@ MachineRates measure_rates(const Source& source, const Batch& batch, const RunRe
   MachineRates rates{.gemm_dtype = cpu::gemm_dtype(compute)};
   const auto shares = run::all_share_sizes(batch.tokens(), result.ranks);
   const std::vector<machine::TileProduct> products =
-      cpu::layer_products(source.spec, result.tokens_per_expert, shares);
-  const double reached = ratio(cpu::useful_flops(products), median_of(result.pass_seconds));
+      machine::layer_products(source.spec, result.tokens_per_expert, shares);
+  const double reached = ratio(machine::useful_flops(products), median_of(result.pass_seconds));
   // The layer's passes are made of these products. If they were faster, the machine was busy
   // meanwhile.
   for (int i = 0; i < kMostGemmTrials && rates.gemm_flops <= reached; ++i) {

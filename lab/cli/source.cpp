@@ -5,16 +5,16 @@
 #include <algorithm>
 #include <utility>
 
-#include "base/host_memory.h"
 #include "base/join.h"
 #include "base/names.h"
 #include "base/plural.h"
 #include "base/printable.h"
 #include "cli/format.h"
 #include "cli/progress.h"
+#include "common/host_memory.h"
 #include "machine/host.h"
-#include "model/generate.h"
-#include "model/model_table.h"
+#include "models/generate.h"
+#include "models/model_table.h"
 #include "switchyard/error.h"
 
 namespace switchyard::cli {

@@ -13,6 +13,7 @@
 #include "cli/arguments.h"
 #include "model/config.h"
 #include "run/source.h"
+#include "switchyard/checkpoint.h"
 #include "switchyard/error.h"
 
 namespace switchyard::cli {

@@ -6,7 +6,7 @@
 
 #include "base/json.h"
 #include "cli/format.h"
-#include "trace/summary.h"
+#include "run/trace_summary.h"
 
 namespace switchyard::cli {
 

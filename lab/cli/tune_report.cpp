@@ -11,6 +11,7 @@
 #include "base/printable.h"
 #include "cli/format.h"
 #include "switchyard/routing.h"
+#include "tuning/judgement.h"
 
 namespace switchyard::cli {
 namespace {
@@ -174,33 +175,6 @@ void add_other_models(std::vector<std::string>& lines, const Profile& profile,
             "Held-out models: regret in % of a fit to the other models' points alone:", cells);
 }
 
-void add_tokens(std::vector<std::string>& lines, const Profile& profile) {
-  if (!chooses_by_tokens(profile)) return;
-  Cells cells{{"model", "tokens", "points", "left", "gain", "least", "", "configuration"}};
-  for (std::size_t m = 0; m < profile.models.size(); ++m) {
-    for (const tuner::TokensChoice& choice : choices_by_tokens(profile, m)) {
-      std::vector<std::string> row{
-          printable(profile.models[m].name), fmt::format("{}", choice.tokens),
-          fmt::format("{}", choice.points),
-          fmt::format("{} / {}", percent(choice.left_mean), percent(choice.left_max))};
-      if (choice.configuration) {
-        row.insert(row.end(), {percent(choice.gain), percent(choice.least),
-                               choice.gain >= tuner::kLeastGain ? "table" : "rule",
-                               printable(profile.configurations[*choice.configuration].name)});
-      } else {
-        row.insert(row.end(), {"-", "-", "rule", "-"});
-      }
-      cells.push_back(row);
-    }
-  }
-  if (cells.size() == 1) return;
-  add_table(lines,
-            "By tokens, which are all that the host knows: what exhaustive search leaves of the "
-            "rule's time, mean / max in %; and the configuration that gains the most over it, of "
-            "those that lose 2 % nowhere:",
-            cells);
-}
-
 void add_regions(std::vector<std::string>& lines, const Profile& profile, const Judging& judging) {
   const tuner::Thresholds thresholds =
       tuner::thresholds_of(judging.constants, judging.element_bytes);
@@ -257,30 +231,13 @@ std::string named_time(const Profile& profile, const Point& point, std::size_t c
 // configuration counts as faster where the difference is above the variation of both times'
 // repetitions. Few repetitions can vary by anything: above kMostNoise they tell nothing.
 bool beats(const Point& point, std::size_t configuration, std::size_t rule) {
-  constexpr double kMostNoise = 0.2;
-  const double noise =
-      std::clamp(std::hypot(point.variations[configuration], point.variations[rule]),
-                 tuner::kLeastGain, kMostNoise);
+  constexpr double kLeastNoise = 0.02, kMostNoise = 0.2;
+  const double noise = std::clamp(
+      std::hypot(point.variations[configuration], point.variations[rule]), kLeastNoise, kMostNoise);
   return point.times_us[configuration] < (1 - noise) * point.times_us[rule];
 }
 
 }  // namespace
-
-bool chooses_by_tokens(const Profile& profile) { return profile.kernel.starts_with("layer_"); }
-
-std::string table_text(const tuner::Table& table) {
-  if (!table.by_tokens) return plural(table.entries.size(), "configuration");
-  std::vector<std::string> ranges;
-  for (const tuner::Table::Range& range : *table.by_tokens) {
-    ranges.push_back(
-        fmt::format("{} {}",
-                    range.first == range.last
-                        ? plural(range.first, "token")
-                        : fmt::format("{} to {}", range.first, plural(range.last, "token")),
-                    printable(table.entries[range.entry].configuration.name)));
-  }
-  return ranges.empty() ? "the rule for all tokens" : join(ranges, ", ");
-}
 
 std::string point_text(const Profile& profile, const Point& point) {
   const std::size_t none = point.times_us.size();
@@ -330,7 +287,6 @@ std::vector<std::string> judgement_text(const Profile& profile, const Judging& j
   add_regrets(lines, profile, its, outcomes);
   add_ablation(lines, profile);
   add_other_models(lines, profile, judging.fit);
-  add_tokens(lines, profile);
   add_regions(lines, profile, judging);
   return lines;
 }

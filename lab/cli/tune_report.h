@@ -7,6 +7,7 @@
 
 #include "results/ramp_row.h"
 #include "switchyard/tuner.h"
+#include "tuning/regions.h"
 
 namespace switchyard::cli {
 
@@ -23,11 +24,6 @@ std::string point_text(const tuner::Profile& profile, const tuner::Point& point)
 // Paragraphs of lines of at most kReportColumns columns. The profile has a model, and all of its
 // points to fit on are timed.
 std::vector<std::string> judgement_text(const tuner::Profile& profile, const Judging& judging);
-
-// Whether the kernel's host chooses and knows of a pass only its tokens, as a layer's does.
-bool chooses_by_tokens(const tuner::Profile& profile);
-// "12 configurations", or the ranges of a table by tokens: "128 tokens paired band=4".
-std::string table_text(const tuner::Table& table);
 
 struct RowSource {
   std::string commit, command;

@@ -7,13 +7,11 @@
 #include <span>
 #include <vector>
 
-#include "cpu/products.h"
+#include "machine/layer_products.h"
 #include "switchyard/tensor.h"
 #include "switchyard/weights.h"
 
 namespace switchyard::machine {
-
-using cpu::TileProduct;
 
 // Useful FLOP/s of the small-GEMM library over a random sample of `products` on `num_threads`
 // threads: the best of ten windows that take about `seconds` together, as for measure_read_rate().

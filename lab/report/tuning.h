@@ -5,7 +5,7 @@
 #include <string>
 
 #include "base/json.h"
-#include "switchyard/tuner.h"
+#include "tuning/regions.h"
 
 namespace switchyard::report {
 

@@ -69,6 +69,22 @@ def medians(result):
     return table
 
 
+def keyed(rows, key_of):
+    """{key: row}. Two rows of one key would leave one of them out of a table without a word."""
+    found = {}
+    for row in rows:
+        key = key_of(row)
+        if key in found:
+            raise ValueError(f"two rows of {key}: '{found[key]['command']}' and '{row['command']}'")
+        found[key] = row
+    return found
+
+
+def by_ranks(rows):
+    """{number of ranks: rows}, ascending. Tables of several numbers stand one below the other."""
+    return {ranks: [row for row in rows if row["ranks"] == ranks] for ranks in sorted({row["ranks"] for row in rows})}
+
+
 def natural(item):
     """Sort key of a benchmark name: its numbers as numbers."""
     return [int(number) for number in re.findall(r"\d+", item[0])]
@@ -124,33 +140,57 @@ def gpu_row_cells(row, has_rival):
     return cells
 
 
+def rival_of(row):
+    """A row's rival in words. All chains of PyTorch are one rival, the fastest of them."""
+    return "PyTorch" if row["rival"].startswith("torch ") else row["rival"]
+
+
+def rivals_of(rows):
+    """{rival: the rows that have it}."""
+    found = {}
+    for row in rows:
+        if row.get("rival_us") is not None:
+            found.setdefault(rival_of(row), []).append(row)
+    return found
+
+
+def gain_of(row):
+    return row["rival_us"] / row["median_us"]
+
+
 def gpu_summary(rows):
     """One sentence for each claim about all rows."""
     overs = [over for over in map(time_over_floor, rows) if over is not None]
-    rivals = [row for row in rows if row.get("rival_us") is not None]
     said = []
     if overs:
         said.append(
             f"Time over the floor: geometric mean {statistics.geometric_mean(overs):.2f}, "
             f"worst {max(overs):.2f} ({len(overs)} points)."
         )
-    if rivals:
-        gains = [row["rival_us"] / row["median_us"] for row in rivals]
+    for rival, beside in rivals_of(rows).items():
+        gains = [gain_of(row) for row in beside]
         said.append(
-            f"Speed-up over PyTorch: geometric mean {statistics.geometric_mean(gains):.2f}×, "
+            f"Speed-up over {rival}: geometric mean {statistics.geometric_mean(gains):.2f}×, "
             f"least {min(gains):.2f}× ({len(gains)} points)."
         )
     return " ".join(said)
 
 
 def gpu_provenance(rows):
-    """Machine, commit and command; a file measured in several runs lists all of its machines and commits."""
-    machines = " and ".join(sorted({row["machine"] for row in rows}))
-    commits = ", ".join(sorted({row["commit"] for row in rows}))
-    command = max((row["command"] for row in rows), key=[row["command"] for row in rows].count)
-    kept = any("--keep-rival" in row["command"] and row.get("rival_us") for row in rows)
-    of_rival = "; PyTorch's times are those of an earlier run" if kept else ""
-    return f"*{machines}; commit {commits}; `{command}`{of_rival}*"
+    """Every run that rows come from: a paragraph for each machine, with all of its commits and commands."""
+    machines = {}
+    for row in rows:
+        commands = machines.setdefault(row["machine"], {}).setdefault(row["commit"], [])
+        if row["command"] not in commands:
+            commands.append(row["command"])
+    said = []
+    for machine, commits in machines.items():
+        runs = [f"commit {commit}; " + ", ".join(f"`{command}`" for command in commands)
+                for commit, commands in commits.items()]
+        said.append("; ".join([machine, *runs]))
+    if any("--keep-rival" in row["command"] and row.get("rival_us") for row in rows):
+        said[-1] += "; PyTorch's times are those of an earlier run"
+    return "\n\n".join(f"*{of_machine}*" for of_machine in said)
 
 
 @functools.cache

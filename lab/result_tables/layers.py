@@ -5,20 +5,23 @@ import statistics
 
 from result_tables.common import (
     NOT_MEASURED,
+    by_ranks,
     compute_of,
     describe_layer,
     floor_terms,
+    gain_of,
     gpu_method,
     gpu_provenance,
     gpu_row_cells,
     gpu_summary,
+    keyed,
     load,
     medians,
     microseconds,
     natural,
     provenance,
     rate_cells,
-    read,
+    rivals_of,
     roofs_of,
     short_card,
     table,
@@ -60,8 +63,8 @@ def gpu_table(suite, title, note=""):
     if not rows:
         return ""
     betas = sorted({row["beta"] for row in rows}, reverse=True)
-    has_rival = any(row.get("rival_us") is not None for row in rows)
-    names = ["floor / time", *(["PyTorch µs", "speed-up"] if has_rival else [])]
+    has_rival = bool(rivals_of(rows))
+    names = ["floor / time", *([f"{' or '.join(rivals_of(rows))} µs", "speed-up"] if has_rival else [])]
     heads = [head for beta in betas for head in (f"β {beta:g}: time µs", *names)]
     absent = ["–"] * (1 + len(names))
     said = [f"**{title.format(card=short_card(rows))}**", gpu_summary(rows), gpu_method(rows), note]
@@ -84,7 +87,7 @@ def products_points():
     files = [load(name) for name in ("products.json", "products_cold.json", "deepgemm.json")]
     if not all(files):
         return None
-    ours, cold, theirs = ({(row["compute"], row["tokens_per_rank"]): row for row in rows} for rows in files)
+    ours, cold, theirs = (keyed(rows, lambda row: (row["compute"], row["tokens_per_rank"])) for rows in files)
     points = sorted(ours.keys() & cold.keys() & theirs.keys(), key=lambda point: (point[0] != "fp8", point[1]))
     return points, ours, cold, theirs
 
@@ -108,7 +111,7 @@ def products_table():
         times = [ours[point]["median_us"], theirs[point]["in_a_row_us"], cold[point]["median_us"], theirs[point]["cold_us"]]
         cells = [cell for us in times for cell in (microseconds(us), f"{ours[point]['flops'] / us / 1e6:.0f}")]
         lines.append(f"| {'FP8' if point[0] == 'fp8' else point[0]} | {point[1]} | " + " | ".join(cells) + " |")
-    return "\n".join(lines + ["", gpu_provenance(ours.values())])
+    return "\n".join(lines + ["", gpu_provenance([*ours.values(), *cold.values()])])
 
 
 def sonic_moe_rows():
@@ -177,7 +180,7 @@ def others_cells(row):
     return {}
 
 
-def ranks_row_cells(row):
+def ranks_row_cells(row, rivals):
     over = time_over_floor(row)
     seconds = row["median_us"] * 1e-6
     cells = [
@@ -187,11 +190,14 @@ def ranks_row_cells(row):
         f"{row['touched_bytes'] / seconds / 1e12:.2f}",
         f"{row['nvlink_bytes'] / 1e6:.2f}",
     ]
+    for of_rival in rivals.values():
+        beside = row in of_rival
+        cells += [microseconds(row["rival_us"]), f"{gain_of(row):.2f}×"] if beside else ["–", "–"]
     return cells + list(others_cells(row).values())
 
 
 def ranks_table(suite, title):
-    """Expert parallelism: a table for every layer and number of ranks."""
+    """Expert parallelism: for every number of ranks, a summary, a table for every layer, and the run's origin."""
     rows = load(f"{suite}.json")
     if not rows:
         return ""
@@ -208,16 +214,21 @@ def ranks_table(suite, title):
             "GPUs. There each GPU reads the weights of fewer experts and computes as much, so the two compare only "
             "where arithmetic is the floor."
         )
-    lines = [" ".join(text for text in [f"**{title}**", gpu_summary(rows), method] if text)]
-    layers = {}
-    for row in rows:
-        layers.setdefault((describe_layer(row), row["ranks"]), []).append(row)
-    for (layer, ranks), of_layer in layers.items():
-        columns = [*heads, *others_cells(of_layer[0])]
-        cells = [[str(row["tokens_per_rank"]), *ranks_row_cells(row)]
-                 for row in sorted(of_layer, key=lambda row: row["tokens_per_rank"])]
-        lines += ["", f"{layer}, {ranks} GPUs", "", *table(["tokens per GPU", *columns], cells)]
-    return "\n".join(lines + ["", gpu_provenance(rows)])
+    lines = [f"**{title}** {method}"]
+    for ranks, of_ranks in by_ranks(rows).items():
+        lines += ["", f"**{ranks} GPUs.** {gpu_summary(of_ranks)}"]
+        layers = {}
+        for row in of_ranks:
+            layers.setdefault(describe_layer(row), []).append(row)
+        for layer, of_layer in layers.items():
+            rivals = rivals_of(of_layer)
+            columns = [*heads, *(head for rival in rivals for head in (f"{rival} µs", "speed-up")),
+                       *others_cells(of_layer[0])]
+            found = keyed(of_layer, lambda row: row["tokens_per_rank"])
+            cells = [[str(tokens), *ranks_row_cells(row, rivals)] for tokens, row in sorted(found.items())]
+            lines += ["", f"{layer}, {ranks} GPUs", "", *table(["tokens per GPU", *columns], cells)]
+        lines += ["", gpu_provenance(of_ranks)]
+    return "\n".join(lines)
 
 
 FP8_SCALES = (
@@ -235,6 +246,17 @@ def comparison_row(rows, what, rival=None, gains=()):
         mean = statistics.geometric_mean(gains)
         gain = f"{mean:.2f}× ({min(gains):.2f} to {max(gains):.2f})"
     return f"| {what} | {len(rows)} | {floor} | {rival or '–'} | {gain} |"
+
+
+def ranks_comparisons(suite, what):
+    """A row for every number of GPUs. A rival that has not all of their points says how many."""
+    lines = []
+    for ranks, rows in by_ranks(load(f"{suite}.json") or []).items():
+        rivals = rivals_of(rows) or {None: []}
+        for rival, beside in rivals.items():
+            named = f"{rival}, {len(beside)} points" if beside and len(beside) < len(rows) else rival
+            lines.append(comparison_row(rows, f"{ranks} GPUs, {what}", named, [gain_of(row) for row in beside]))
+    return lines
 
 
 def comparisons_table():
@@ -268,10 +290,7 @@ def comparisons_table():
         what = f"1 GPU, bf16, OLMoE, Qwen3-30B, DeepSeek-V3's experts, {min(tokens)} to {max(tokens)} tokens"
         lines.append(comparison_row(rows, what, rows[0]["rival"].split(",")[0], gains))
     # No speed-up over FlashDMoE: its times are of fp32.
-    if rows := load("ep_thesis.json"):
-        lines.append(comparison_row(rows, "2 and 4 GPUs, bf16, FlashDMoE's layer, routing given"))
+    lines += ranks_comparisons("ep_thesis", "bf16, FlashDMoE's layer, routing given")
     for suite, name in [("ep_fp8", "FP8"), ("ep_bf16", "bf16")]:
-        if rows := load(f"{suite}.json"):
-            what = f"2 and 4 GPUs, {name}, DeepSeek-V4 and V3, GLM-5, routing given"
-            lines.append(comparison_row(rows, what))
+        lines += ranks_comparisons(suite, f"{name}, DeepSeek-V4 and V3, GLM-5, routing given")
     return "\n".join(lines)

@@ -1,6 +1,6 @@
 """Tables beside those of the FlashDMoE thesis."""
 
-from result_tables.common import NOT_MEASURED, gpu_provenance, load, table
+from result_tables.common import NOT_MEASURED, by_ranks, gpu_provenance, keyed, load, table
 from result_tables.layers import published
 
 THESIS_RIVALS = ["FlashDMoE", "Comet", "FasterMoE", "Megatron", "DeepEP"]
@@ -27,12 +27,12 @@ THESIS_MEMORY_MB = {
 
 
 def thesis_rows():
-    """Of results/thesis.json, those of several GPUs."""
-    return [row for row in load("thesis.json") or [] if row["ranks"] > 1 and row["graph_nodes"] is not None]
+    """{number of GPUs: rows} of results/thesis.json, of several GPUs."""
+    return by_ranks([row for row in load("thesis.json") or [] if row["ranks"] > 1 and row["graph_nodes"] is not None])
 
 
 def by_tokens_and_experts(rows):
-    return {(row["tokens_per_rank"], row["experts"]): row for row in rows}
+    return keyed(rows, lambda row: (row["tokens_per_rank"], row["experts"]))
 
 
 def thesis_grid(unit, points, cell):
@@ -47,49 +47,53 @@ def milliseconds(us):
 
 
 def thesis_times():
-    """Every point of the suite thesis, and the outputs' errors."""
-    rows = thesis_rows()
-    if not rows:
-        return NOT_MEASURED
-    found = by_tokens_and_experts(rows)
+    """Every point of the suite thesis, and the outputs' errors: a table for every number of GPUs."""
+    parts = []
+    for ranks, rows in thesis_rows().items():
+        found = by_tokens_and_experts(rows)
 
-    def cell(point):
-        row = found.get(point)
-        return "–" if row is None else f"{row['median_us']:.0f} ({row['p10_us']:.0f} to {row['p90_us']:.0f})"
+        def cell(point):
+            row = found.get(point)
+            return "–" if row is None else f"{row['median_us']:.0f} ({row['p10_us']:.0f} to {row['p90_us']:.0f})"
 
-    worst = max(rows, key=lambda row: row["error"] / row["error_bound"])
-    checked = (
-        f"The outputs of all {len(rows)} points' timed passes were compared with fp64. The one nearest to its bound has an "
-        f"error of {worst['error']:.2e}. Its bound, twice the error of a straightforward bf16 program, is "
-        f"{worst['error_bound']:.2e}."
-    )
-    return "\n".join([*thesis_grid("µs", found, cell), "", checked, "", gpu_provenance(rows)])
+        worst = max(rows, key=lambda row: row["error"] / row["error_bound"])
+        checked = (
+            f"The outputs of all {len(rows)} points' timed passes were compared with fp64. The one nearest to its bound "
+            f"has an error of {worst['error']:.2e}. Its bound, twice the error of a straightforward bf16 program, is "
+            f"{worst['error_bound']:.2e}."
+        )
+        parts.append("\n".join([f"**{ranks} GPUs**", "", *thesis_grid("µs", found, cell), "", checked, "",
+                                gpu_provenance(rows)]))
+    return "\n\n".join(parts) or NOT_MEASURED
 
 
 def thesis_beside():
-    """Tables 6.3, 6.4 and 6.5 beside ours on two GPUs."""
-    rows = {(row["experts"], row["tokens_per_rank"]): row for row in thesis_rows() if row["ranks"] == 2}
+    """Tables 6.3, 6.4 and 6.5 beside ours, whatever the number of GPUs."""
+    ours = {ranks: by_tokens_and_experts(rows) for ranks, rows in thesis_rows().items()}
 
     def beside(what, experts, tokens, gpus):
-        row = rows.get((experts, tokens))
+        rows = [of_ranks.get((tokens, experts)) for of_ranks in ours.values()]
         theirs = published({"model": "thesis", "experts": experts, "tokens_per_rank": tokens}, gpus)
-        return [what, f"{experts}", f"{tokens}", milliseconds(row and row["median_us"]), f"{gpus}",
+        return [what, f"{experts}", f"{tokens}", *(milliseconds(row and row["median_us"]) for row in rows), f"{gpus}",
                 *(milliseconds(theirs.get(name)) for name in THESIS_RIVALS)]
 
     lines = [beside("6.3", 32, tokens, 8) for tokens in (1024, 2048, 4096, 8192)]
     lines += [beside("6.4", experts, 8192, 8) for experts in (16, 64, 128)]
-    lines.append(beside("6.5", 32, 8192, 2))
-    heads = ["table", "experts", "tokens per GPU", "ours, 2 GPUs: ms", "theirs: GPUs", *THESIS_RIVALS]
+    lines += [beside("6.5", 32, 8192, gpus) for gpus in (2, 4)]
+    heads = ["table", "experts", "tokens per GPU", *(f"ours, {ranks} GPUs: ms" for ranks in ours), "theirs: GPUs",
+             *THESIS_RIVALS]
     return "\n".join(table(heads, lines))
 
 
 def thesis_launches():
-    rows = thesis_rows()
-    if not rows:
+    found = thesis_rows()
+    if not found:
         return NOT_MEASURED
-    nodes = " or ".join(map(str, sorted({row["graph_nodes"] for row in rows})))
-    heads = [f"Switchyard, {len(rows)} points", *THESIS_LAUNCHES]
-    return "\n".join(table(heads, [[nodes, *map(str, THESIS_LAUNCHES.values())]]))
+    lines = []
+    for ranks, rows in found.items():
+        nodes = " or ".join(map(str, sorted({row["graph_nodes"] for row in rows})))
+        lines.append([f"{ranks} GPUs, {len(rows)} points", nodes, *map(str, THESIS_LAUNCHES.values())])
+    return "\n".join(table(["ours", "Switchyard", *THESIS_LAUNCHES], lines))
 
 
 def padded_bytes(row):
@@ -103,18 +107,18 @@ def padded_bytes(row):
 
 
 def thesis_bytes():
-    rows = thesis_rows()
-    if not rows:
-        return NOT_MEASURED
-    found = by_tokens_and_experts(rows)
+    parts = []
+    for ranks, rows in thesis_rows().items():
+        found = by_tokens_and_experts(rows)
 
-    def cell(point):
-        if point not in found:
-            return "–"
-        sent, padded = found[point]["nvlink_bytes"], padded_bytes(found[point])
-        return f"{sent * 1e-6:.1f} of {padded * 1e-6:.1f} ({100 * sent / padded:.0f} %)"
+        def cell(point):
+            if point not in found:
+                return "–"
+            sent, padded = found[point]["nvlink_bytes"], padded_bytes(found[point])
+            return f"{sent * 1e-6:.1f} of {padded * 1e-6:.1f} ({100 * sent / padded:.0f} %)"
 
-    return "\n".join(thesis_grid("MB", found, cell))
+        parts.append("\n".join([f"**{ranks} GPUs**", "", *thesis_grid("MB", found, cell)]))
+    return "\n\n".join(parts) or NOT_MEASURED
 
 
 def thesis_utilisation():
@@ -134,7 +138,7 @@ def thesis_utilisation():
 
 
 def thesis_memory():
-    rows = [row for row in load("thesis_memory.json") or [] if row["backend"] == "cuda"]
+    rows = [row for row in load("thesis_memory.json") or [] if row["backend"] == "cuda" and row["ranks"] == 2]
     if not rows:
         return NOT_MEASURED
     found = by_tokens_and_experts(rows)

@@ -16,9 +16,9 @@ struct HostsRow {
   std::string engine;  // "cpu", "cuda"
   // "flag": a flag to another host and back; "stream": all ranks send to the next host at once;
   // "dispatch" and "combine": those of Exchange, of which the fields up to tokens_per_rank speak;
-  // "combine_summed": with ExchangeSpec::pre_sum_per_host; "layer": a pass of MoeLayer;
-  // "layer_summed": with LayerOptions::pre_sum_per_host; "layer_summed_fp8": the same with FP8
-  // weights.
+  // "combine_summed": with ExchangeSpec::pre_sum_per_host; "layer_summed": a pass of MoeLayer;
+  // "layer_summed_fp8": the same with FP8 weights. Older files also have "layer": a pass that sent
+  // a row for each slot (decision 40).
   std::string stage;
   std::string link;  // the network, as World::fabric_name() ends
   std::int64_t hosts = 0, ranks = 0;

@@ -5,8 +5,8 @@
 #include <algorithm>
 #include <cmath>
 
-#include "base/numbers.h"
 #include "base/read_file.h"
+#include "common/numbers.h"
 #include "results/fields.h"
 
 namespace switchyard::results {

@@ -5,10 +5,12 @@
 #include <cstring>
 #include <limits>
 
+#include "base/mix64.h"
 #include "base/plural.h"
 #include "base/printable.h"
-#include "model/random_tensor.h"
 #include "model/safetensors.h"
+#include "models/matrix_file.h"
+#include "models/random_tensor.h"
 #include "switchyard/error.h"
 #include "switchyard/routing.h"
 

@@ -4,9 +4,9 @@
 
 #include <algorithm>
 
-#include "base/numbers.h"
 #include "base/plural.h"
 #include "base/printable.h"
+#include "common/numbers.h"
 #include "gpu/device.h"
 #include "switchyard/error.h"
 

@@ -10,7 +10,7 @@ namespace switchyard::run {
 
 struct RankDevice {
   int device = 0;
-  int reserved_sms = 0;  // LayerOptions::reserved_sms
+  int reserved_sms = 0;  // CudaOptions::reserved_sms
 };
 
 // Chooses the GPU of rank `local_rank` of `num_ranks`. Ranks are dealt to the GPUs of this machine

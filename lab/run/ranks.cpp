@@ -11,8 +11,8 @@
 #include <span>
 #include <type_traits>
 
-#include "base/host_memory.h"
 #include "base/threads.h"
+#include "common/host_memory.h"
 #include "fabric/fabric.h"
 #include "gpu/device.h"
 #include "layer/compute.h"
@@ -241,19 +241,19 @@ std::optional<RunResult> run_rank(World world, bool is_process, const Source& so
   const std::int64_t most_tokens = largest_share(tokens, world.size());
   LayerOptions layer_options{.backend = options.backend,
                              .max_tokens = static_cast<int>(most_tokens),
-                             .num_threads = options.threads,
+                             .cpu = {.num_threads = options.threads},
                              .compute = options.compute,
                              .pre_sum_per_host = options.pre_sum_per_host,
-                             .trace = options.trace,
-                             .recorded_steps = options.recorded_steps,
-                             .name = options.recorded_name};
+                             .diagnostics = {.trace = options.trace,
+                                             .recorded_steps = options.recorded_steps,
+                                             .name = options.recorded_name}};
   std::optional<RankDevice> device;
   if (options.backend == Backend::kCuda) {
     device = rank_device(is_process ? local_rank(std::getenv, world.rank()) : world.rank(),
                          world.size(), options.reserved_sms);
     gpu::set_device(device->device);
-    layer_options.device = device->device;
-    layer_options.reserved_sms = device->reserved_sms;
+    layer_options.cuda.device = device->device;
+    layer_options.cuda.reserved_sms = device->reserved_sms;
   }
   MoeLayer layer(world, source.spec, source.weights, layer_options);
 

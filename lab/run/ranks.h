@@ -30,7 +30,7 @@ struct RankOptions {
   std::optional<std::chrono::microseconds> late;
   bool trace = false;         // fill RunResult::traces
   int recorded_steps = 0;     // above 0: fill RunResult::recording
-  std::string recorded_name;  // see LayerOptions::name
+  std::string recorded_name;  // see Diagnostics::name
 };
 
 // The results of all ranks. Bytes and counts are sums over the ranks of the last pass.

@@ -66,8 +66,8 @@ class Experts(Handle):
     diagnostics : Diagnostics, optional
         What it records, and how long it waits.
     **renamed
-        Fields of those four by the names that they had here in 0.1.0, and `share_memory_with`, a layer in
-        whose memory to work: they go with the next release, and a DeprecationWarning names the new form.
+        Fields of those four by the names that they had here in 0.1.0: they go with the next release, and a
+        DeprecationWarning names the new form.
 
     Raises
     ------
@@ -106,7 +106,6 @@ class Experts(Handle):
     ) -> None:
         given = dict(numerics=numerics, placement=placement, memory=memory, diagnostics=diagnostics)
         given = with_new_names(given | renamed)
-        share_memory_with = given.pop("share_memory_with", None)
         numerics, placement, memory, diagnostics = (given.pop(of, None) or kind() for of, kind in KINDS.items())
         for unknown in given:
             raise TypeError(f"Experts() got an unexpected keyword argument {unknown!r}")
@@ -136,8 +135,8 @@ class Experts(Handle):
             activation=activation._to_c(),
         )
         options = _options_of(numerics, placement, diagnostics, weights.down.weight, max_tokens)
-        with creating(world, memory.workspace, share_memory_with):
-            handle = choose_memory(options, memory.workspace, memory.slot, share_memory_with)
+        with creating(world, memory.workspace):
+            handle = choose_memory(options, memory.workspace, memory.slot)
             check(
                 library.sy_layer_create(
                     world._open(), byref(spec), byref(weights), byref(options), byref(handle)
@@ -314,7 +313,6 @@ def _options_of(
         deadline_seconds=diagnostics.deadline,
         recorded_steps=diagnostics.recorded_steps,
         name=_values.text("name", diagnostics.name),
-        table_file=None if placement.table is None else _values.path("table", placement.table),
     )
 
 

@@ -20,7 +20,7 @@ from . import _torch as _torch_operators  # noqa: F401  # registers the operator
 from ._activation import Activation
 from ._experts import Experts, workspace_for
 from ._handle import in_child
-from ._options import KINDS, RENAMED, Memory, is_count, values_of
+from ._options import KINDS, RENAMED, Memory, is_count, refuse_gone, values_of
 from ._watch import Watch, registered
 from ._workspace import Workspace
 from ._world import World
@@ -748,11 +748,12 @@ def _warn_of_newer() -> None:
 # Options of `Experts` that all layers of a model may have.
 _OPTIONS = (
     "max_tokens num_threads reserved_sms compute bad_ids deadline capacity_factor capacity_rule pre_sum_per_host "
-    "trace recorded_steps table"
+    "trace recorded_steps"
 ).split()
 
 
 def _check_options(options: dict[str, Any]) -> None:
+    refuse_gone(options)
     for name, value in options.items():
         if name not in _OPTIONS:
             of_layers = name in RENAMED or name in inspect.signature(Experts.__init__).parameters
@@ -783,7 +784,7 @@ def register_with_transformers(
         tokens, marks slots of other ranks' experts and adds results up.
     **options
         For every layer: max_tokens, and of `Numerics`, `Placement` and `Diagnostics` compute, bad_ids,
-        capacity_factor, capacity_rule, pre_sum_per_host, num_threads, reserved_sms, table, deadline, trace,
+        capacity_factor, capacity_rule, pre_sum_per_host, num_threads, reserved_sms, deadline, trace,
         recorded_steps.
 
     Raises

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import math
-import os
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
@@ -50,13 +49,26 @@ _OPTIONS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "device": ("None or the number of a GPU, an int of at least 0", lambda v: v is None or is_count(v)),
     "reserved_sms": _COUNT,
     "num_threads": ("an int of at least 0 (0: hardware threads divided by ranks)", is_count),
-    "table": ("None or the path of a file", lambda v: v is None or isinstance(v, (str, os.PathLike))),
     "slot": _COUNT,
     "deadline": ("seconds, a finite number of at least 0 (0: the world's)", _is_number),
     "trace": _FLAG,
     "recorded_steps": _COUNT,
     "name": ("a str without zero bytes", lambda v: isinstance(v, str) and "\0" not in v),
 }
+
+
+# Options that are gone, and what to do instead.
+GONE = {
+    "share_memory_with": "layers share memory in a workspace: pass memory=Memory(workspace=...) to each of them",
+    "table": "layers have no tables any more, which gained 0.5 % over a layer's own rules: leave it out",
+}
+
+
+def refuse_gone(options: dict[str, Any]) -> None:
+    """Raises InvalidArgument for an option of GONE that is given."""
+    for name, instead in GONE.items():
+        if options.get(name) is not None:
+            raise InvalidArgument(f"{name} is {options[name]!r}, but {instead}")
 
 
 def _check(options: Any) -> None:
@@ -138,9 +150,6 @@ class Placement:
         On GPUs: SMs left to other kernels, NCCL's among them.
     num_threads : int
         On CPUs: of this rank; 0: hardware threads divided by ranks.
-    table : path, optional
-        On GPUs: a table that ``switchyard tune --kernel layer`` wrote for this shape, type and GPU, by
-        which the host chooses each pass's schedule from its tokens.
 
     Raises
     ------
@@ -154,9 +163,10 @@ class Placement:
     device: int | None = None
     reserved_sms: int = 0
     num_threads: int = 0
-    table: str | os.PathLike[str] | None = None
+    table: dataclasses.InitVar[object] = None  # only None: see GONE
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, table: object) -> None:
+        refuse_gone({"table": table})
         _check(self)
         checked_world(self.world)
         if self.experts is not None:
@@ -235,7 +245,6 @@ RENAMED = {field.name: (of, field.name) for of, kind in KINDS.items() for field 
 del RENAMED["slot"], RENAMED["experts"]
 RENAMED |= {
     "placement": ("placement", "experts"),
-    "share_memory_with": ("memory", "workspace"),
     "workspace_slot": ("memory", "slot"),
 }
 
@@ -254,14 +263,15 @@ def values_of(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def with_new_names(options: dict[str, Any]) -> dict[str, Any]:
-    """Options of a call, those of version 0.1.0 in their new form, which a warning names. `share_memory_with`
-    has none: a layer that is made with it joins another, and a workspace is made before both.
+    """Options of a call, those of version 0.1.0 in their new form, which a warning names.
 
     Raises
     ------
     InvalidArgument
-        If an old name and the value that has it now are both given, or a value is of another type.
+        If an old name and the value that has it now are both given, a value is of another type, or an option
+        is gone.
     """
+    refuse_gone(options)
     old: dict[str, Any] = {}
     new: dict[str, Any] = {}
     for name, value in options.items():
@@ -278,5 +288,4 @@ def with_new_names(options: dict[str, Any]) -> dict[str, Any]:
     for of, kind in KINDS.items():
         if of in new and not isinstance(new[of], kind):
             raise InvalidArgument(f"{of} is {new[of]!r}; pass a switchyard.{kind.__name__}, or None")
-    shared = {"share_memory_with": old.pop("share_memory_with")} if "share_memory_with" in old else {}
-    return new | values_of(old) | shared
+    return new | values_of(old)

@@ -363,21 +363,16 @@ def checked_workspace(workspace: Any) -> Workspace:
 
 
 @contextlib.contextmanager
-def creating(world: World, *others: Owned | None) -> Iterator[None]:
+def creating(world: World, workspace: Workspace | None) -> Iterator[None]:
     """Keeps other threads from ending what a layer is made of."""
     with contextlib.ExitStack() as stack:
-        for owned in (world, *others):
-            if isinstance(owned, Owned):
+        for owned in (world, workspace):
+            if owned is not None:
                 stack.enter_context(owned._lock)
         yield
 
 
-def choose_memory(
-    options: _abi.LayerOptions,
-    workspace: Workspace | None,
-    slot: int,
-    share_memory_with: Owned | None = None,
-) -> LayerHandle:
+def choose_memory(options: _abi.LayerOptions, workspace: Workspace | None, slot: int) -> LayerHandle:
     """Puts what a layer is to work in into its options. The handle that is to be the layer's keeps
     the callbacks of the memory's allocator.
     """
@@ -389,12 +384,4 @@ def choose_memory(
         handle.lock = workspace._slot_locks.setdefault(slot, threading.RLock())
     elif slot != 0:
         raise InvalidArgument(f"workspace_slot is {slot}, but there is no workspace; pass both")
-    if share_memory_with is not None:
-        if not isinstance(share_memory_with, Owned):
-            raise InvalidArgument(
-                f"share_memory_with is a {type(share_memory_with).__name__}; pass an Experts, or None"
-            )
-        options.share_memory_with = share_memory_with._open()
-        handle.kept = handle.kept or getattr(share_memory_with._handle, "kept", None)
-        handle.lock = share_memory_with._lock
     return handle

@@ -3,6 +3,7 @@
 #include <fcntl.h>
 #include <fmt/core.h>
 #include <signal.h>
+#include <sys/random.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -25,6 +26,11 @@ std::string errno_text(int error_number) {
 void throw_errno(const std::string& what) {
   const int error_number = errno;
   throw Error(ErrorCode::kSystem, fmt::format("{}: {}", what, errno_text(error_number)));
+}
+
+void fill_random(void* data, std::size_t bytes, const char* what) {
+  if (::getrandom(data, bytes, 0) == static_cast<ssize_t>(bytes)) return;
+  throw_errno(fmt::format("cannot read random bytes for {}", what));
 }
 
 UniqueFd duplicate(int fd) {

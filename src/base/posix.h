@@ -5,6 +5,7 @@
 #include <sys/types.h>
 
 #include <chrono>
+#include <cstddef>
 #include <optional>
 #include <string>
 #include <vector>
@@ -22,6 +23,9 @@ std::string errno_text(int error_number);
 
 // Throws Error{kSystem} with `what` and the current errno.
 [[noreturn]] void throw_errno(const std::string& what);
+
+// Fills `bytes` of `data` with random ones, for `what`. Throws Error{kSystem}.
+void fill_random(void* data, std::size_t bytes, const char* what);
 
 // A second descriptor of the same file, closed on exec.
 UniqueFd duplicate(int fd);

@@ -11,13 +11,14 @@
 #include <string>
 #include <utility>
 
+#include "base/printable.h"
 #include "c_api/guard.h"
 #include "c_api/handles.h"
 #include "c_api/specs.h"
 #include "c_api/structs.h"
+#include "switchyard/checkpoint.h"
 #include "switchyard/recording.h"
 #include "switchyard/routing.h"
-#include "switchyard/tuner.h"
 #include "trace/chrome_trace.h"
 
 namespace switchyard::c_api {
@@ -45,22 +46,29 @@ Options options_of(const sy_layer_options* pointer) {
   layer.bad_ids = given.bad_ids == SY_BAD_IDS_SKIP ? BadIds::kSkip : BadIds::kRaise;
   layer.large_ids_are_none = given.large_ids_are_none != 0;
   layer.max_tokens = given.max_tokens;
-  layer.num_threads = given.num_threads;
-  layer.device = given.device;
-  layer.reserved_sms = given.reserved_sms;
-  layer.cooperative_launch = given.no_cooperative_launch == 0;
-  layer.trace = given.trace != 0;
+  layer.cpu.num_threads = given.num_threads;
+  layer.cuda.device = given.device;
+  layer.cuda.reserved_sms = given.reserved_sms;
+  layer.cuda.cooperative_launch = given.no_cooperative_launch == 0;
+  layer.diagnostics.trace = given.trace != 0;
   layer.deadline = milliseconds_of("deadline", given.deadline_seconds);
   if (given.compute != SY_DTYPE_NONE) layer.compute = dtype_of("compute", given.compute);
   if (given.workspace != nullptr) layer.workspace = &given.workspace->workspace;
   layer.workspace_slot = given.workspace_slot;
-  layer.recorded_steps = given.recorded_steps;
+  layer.diagnostics.recorded_steps = given.recorded_steps;
   layer.pre_sum_per_host = given.pre_sum_per_host != 0;
-  if (given.name != nullptr) layer.name = given.name;
+  if (given.name != nullptr) layer.diagnostics.name = given.name;
   if (given.table_file != nullptr) {
-    layer.table = std::make_shared<tuner::Table>(tuner::read_table(given.table_file));
+    refuse(ErrorCode::kInvalidArgument,
+           fmt::format("table_file is '{}', but layers have no tables any more: they gained 0.5 % "
+                       "over the layer's own rules; leave it null",
+                       printable(given.table_file)));
   }
-  if (given.share_memory_with != nullptr) layer.share_memory_with = &given.share_memory_with->layer;
+  if (given.share_memory_with != nullptr) {
+    refuse(ErrorCode::kInvalidArgument,
+           "share_memory_with is set, but layers share the memory of a workspace; make one with "
+           "sy_workspace_create(), and give it to each of them as workspace");
+  }
   return options;
 }
 
@@ -86,7 +94,7 @@ std::unique_ptr<sy_layer> create(const sy_world& world, const sy_layer_spec& giv
   MoeLayer layer(world.world, spec, weights, options.layer);
   return std::unique_ptr<sy_layer>(new sy_layer{.world = world.world,
                                                 .max_tokens = options.layer.max_tokens,
-                                                .device = options.layer.device,
+                                                .device = options.layer.cuda.device,
                                                 .has_router = !weights.router.empty(),
                                                 .places = places,
                                                 .given = given,
@@ -102,7 +110,7 @@ std::unique_ptr<sy_layer> from_checkpoint(const sy_world& world, const char* dir
   MoeLayer layer(world.world, checkpoint.layer_spec(index), weights, options.layer);
   return std::unique_ptr<sy_layer>(new sy_layer{.world = world.world,
                                                 .max_tokens = options.layer.max_tokens,
-                                                .device = options.layer.device,
+                                                .device = options.layer.cuda.device,
                                                 .has_router = !weights.router.empty(),
                                                 .layer = std::move(layer)});
 }

@@ -16,7 +16,6 @@
 #include "cpu/expert_gemm.h"
 #include "cpu/pass_memory.h"
 #include "cpu/processor.h"
-#include "cpu/products.h"
 #include "cpu/rank_link.h"
 #include "cpu/scheduler.h"
 #include "cpu/split.h"
@@ -168,15 +167,14 @@ class Engine final : public LayerEngine {
   void rebind(const MoeWeights& weights, const ExpertPlacement* placement) override;
   const ForwardStats& stats() override { return stats_; }
   Recording recording() override;
-  bool records() const override { return options_.recorded_steps > 0; }
+  bool records() const override { return options_.diagnostics.recorded_steps > 0; }
   PassTrace trace() override;
-  bool traces() const override { return options_.trace; }
+  bool traces() const override { return options_.diagnostics.trace; }
   const LayerSpec& spec() const override { return layer_.spec; }
   Backend backend() const override { return Backend::kCpu; }
   DType compute() const override { return layer_.compute; }
   int num_threads() const override { return link_->num_threads(); }
   std::uint64_t workspace_bytes() const override;
-  std::shared_ptr<switchyard::PassMemory> memory() const override { return memory_; }
 
  private:
   void prepare_weights();
@@ -249,7 +247,7 @@ Engine::Engine(const World& world, const LayerSpec& spec, const MoeWeights& weig
   }
 
   weights_ = weights;
-  layer_.on_step = options.on_step;
+  layer_.on_step = options.diagnostics.on_step;
   layer_.max_tokens = options.max_tokens;
   set_compute(layer_, resolve_compute(weights, options.compute));
   layer_.places = {num_places(), world.size()};
@@ -259,7 +257,7 @@ Engine::Engine(const World& world, const LayerSpec& spec, const MoeWeights& weig
   agree(world.fabric(), {spec, options.max_tokens, layer_.compute, summary_of(options.placement),
                          options.pre_sum_per_host});
   const std::uint64_t id = agree_on_memory(world.fabric(), memory_.get());
-  const int threads = threads_of(options.num_threads, world.size());
+  const int threads = threads_of(options.cpu.num_threads, world.size());
   const MemoryNeeds needs = needs_of(layer_, threads, hosts_of(world), options.pre_sum_per_host);
   if (memory_ == nullptr) memory_ = std::make_shared<PassMemory>(world, needs, id);
   attempt_together(world.fabric(), [&] { memory_->require_room(needs); });
@@ -273,8 +271,8 @@ Engine::Engine(const World& world, const LayerSpec& spec, const MoeWeights& weig
   // all ranks have mapped it.
   attempt_together(world.fabric(), [&] {
     make_processors(threads);
-    if (options_.recorded_steps == 0) return;
-    ring_.slots = static_cast<std::uint32_t>(options_.recorded_steps);
+    if (options_.diagnostics.recorded_steps == 0) return;
+    ring_.slots = static_cast<std::uint32_t>(options_.diagnostics.recorded_steps);
     ring_.experts = static_cast<std::uint32_t>(spec.num_experts);
     ring_words_.resize(ring_.num_words());
     ring_.words = ring_words_.data();
@@ -344,7 +342,7 @@ void Engine::rebind(const MoeWeights& weights, const ExpertPlacement* placement)
 }
 
 void Engine::make_processors(int threads) {
-  if (options_.trace) link_->record(threads, kMostTraceEvents);
+  if (options_.diagnostics.trace) link_->record(threads, kMostTraceEvents);
   for (int i = 0; i < threads; ++i) processors_.emplace_back(layer_, trace_of(i));
   // Threads come last: if there cannot be so many, memory for other ranks' processors would be
   // short meanwhile.
@@ -570,7 +568,7 @@ void Engine::publish_counts() {
     // it.
     link_->to(peer, network::Lane::kDispatch, pass_.epoch, [&](auto& to) {
       for (const int r : ranks) {
-        to.target(r, layer_.heap.counts(layer_.heaps().base[r], pass_.epoch, rank()));
+        to.target(r, layer_.heap.counts(pass_.epoch, rank()).in(layer_.heaps().base[r]));
       }
       to.words(row);
     });

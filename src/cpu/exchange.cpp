@@ -10,10 +10,10 @@
 #include <utility>
 
 #include "base/convert.h"
+#include "base/mapping.h"
 #include "cpu/exchange_handle.h"
 #include "cpu/host_sum.h"
 #include "cpu/kernels.h"
-#include "cpu/lazy_buffer.h"
 #include "cpu/rank_link.h"
 #include "cpu/thread_trace.h"
 #include "exchange/call.h"
@@ -99,15 +99,14 @@ class Engine final : public ExchangeEngine {
   template <typename To>
   void send_chunk(const MatrixView& tokens, const DispatchHandle& handle, int peer, bool entries,
                   std::size_t begin, std::size_t end, To& to) const;
-  void put_token(const MatrixView& tokens, const DispatchHandle& handle, std::uint32_t token,
-                 std::byte* to) const;
+  void put_token(const MatrixView& tokens, std::uint32_t token, std::byte* to) const;
   void plan(DispatchHandle& handle);
   void await_counts(DispatchHandle& handle);
   void await_arrived(int source, std::uint64_t layout);
   void put_rows(const DispatchOutput& output, const DispatchHandle& handle, int source);
   template <typename To>
   void return_rows(const CombineInput& input, const DispatchHandle& handle, int source,
-                   std::size_t begin, std::size_t end, To& to) const;
+                   std::size_t begin, std::size_t end, To& to);
   // Returns the sums of tokens whose first row stands in [begin, end) of the order by token. Where
   // this host sums, the rank with a token's last row sums those of all its ranks.
   template <typename To>
@@ -137,10 +136,10 @@ class Engine final : public ExchangeEngine {
 
   protocol::ExchangeHeap heap_;
   std::optional<RankLink> link_;
-  LazyBuffer quantised_;     // this rank's tokens as they travel, where they are quantised
+  Mapping quantised_;        // this rank's tokens as they travel, where they are quantised
   Call dispatch_, combine_;  // the last ones that were sent
   std::uint64_t calls_ = 0;  // of both kinds
-  std::atomic<std::int64_t> host_rows_{0};  // of the last combine: rows_returned because of sums
+  std::atomic<std::int64_t> rows_returned_{0};  // to other ranks, by the last combine
   std::vector<std::int32_t> ids_;
   ExchangeStats stats_;
 };
@@ -153,7 +152,7 @@ Engine::Engine(const World& world, const ExchangeProblem& problem, const Exchang
   shape.max_tokens = spec().max_tokens;
   shape.top_k = spec().top_k;
   shape.code_bytes = problem_.token_bytes();
-  shape.scale_bytes = problem_.wire_bytes() - problem_.token_bytes();
+  shape.scale_bytes = problem_.scale_bytes();
   shape.result_bytes = problem_.result_bytes();
   heap_ = protocol::ExchangeHeap(shape);
   protocol::HostSums sums;
@@ -172,7 +171,8 @@ Engine::Engine(const World& world, const ExchangeProblem& problem, const Exchang
   attempt_together(world.fabric(), [&] {
     const int threads = threads_of(options_.num_threads, num_ranks());
     if (problem_.quantised()) {
-      quantised_ = LazyBuffer(static_cast<std::size_t>(spec().max_tokens) * prepared_bytes());
+      quantised_ =
+          Mapping::anonymous(static_cast<std::size_t>(spec().max_tokens) * prepared_bytes());
     }
     if (options_.trace) link_->record(threads, kMostTraceEvents);
     link_->start_threads(threads, [] {});
@@ -249,7 +249,7 @@ void Engine::publish_counts(const DispatchHandle& handle) {
     const auto num = static_cast<std::size_t>(problem_.places.count(r));
     // Release: what this rank read of the window before comes before others' next writes there.
     link_->to(r, Lane::kDispatch, dispatch_.of_all, [&](auto& to) {
-      to.target(r, heap_.counts(link_->heaps().base[r], dispatch_.number, rank()));
+      to.target(r, heap_.counts(dispatch_.number, rank()).in(link_->heaps().base[r]));
       to.words({counts.data() + problem_.places.begin(r), num});
     });
     if (r != rank()) stats_.signal_bytes += num * sizeof(std::uint64_t);
@@ -280,14 +280,8 @@ void Engine::prepare_tokens(const MatrixView& tokens) {
   });
 }
 
-void Engine::put_token(const MatrixView& tokens, const DispatchHandle& handle, std::uint32_t token,
-                       std::byte* to) const {
+void Engine::put_token(const MatrixView& tokens, std::uint32_t token, std::byte* to) const {
   const std::size_t bytes = problem_.token_bytes(), scale_bytes = problem_.scale_bytes();
-  const std::size_t attached_bytes = problem_.attached_bytes;
-  if (attached_bytes != 0) {
-    std::memcpy(to + heap_.scale_offset() + scale_bytes, handle.attached + token * attached_bytes,
-                attached_bytes);
-  }
   const bool as_is = !problem_.quantised() || tokens.dtype == DType::kF8E4M3;
   const void* const codes = as_is ? tokens.row(token) : prepared(token);
   std::memcpy(to, codes, bytes);
@@ -312,7 +306,7 @@ void Engine::send_tokens(const MatrixView& tokens, const DispatchHandle& handle,
           step(Step::kArrived, r, dispatch_);
           // After the tokens and entries of all threads, which the last of them acquired.
           link_->signal(Lane::kDispatch, dispatch_.of_all, r,
-                        heap_.arrived(link_->heaps().base[r], dispatch_.number, rank()),
+                        heap_.arrived(dispatch_.number, rank()).in(link_->heaps().base[r]),
                         protocol::numbered(dispatch_.number, handle.layout));
         }
       });
@@ -326,26 +320,24 @@ void Engine::send_chunk(const MatrixView& tokens, const DispatchHandle& handle, 
     for (const int r : link_->ranks_behind(peer)) {
       const auto& list = handle.entries_to[static_cast<std::size_t>(r)];
       if (list.empty()) continue;
-      to.target(r, heap_.entries(heaps.base[r], dispatch_.number, rank()));
+      to.target(r, heap_.entries(dispatch_.number, rank()).in(heaps.base[r]));
       to.put(list.data(), list.size() * sizeof(ExchangeEntry));
     }
   }
   const SentTokens& sent = handle.sent_to[static_cast<std::size_t>(peer)];
-  // The row has the layout of a pool: scales and attached bytes stand behind the codes, at their
-  // offset.
-  const std::size_t others = problem_.wire_bytes() - problem_.token_bytes();
+  // The row has the layout of a pool: scales stand behind the codes, at their offset.
+  const std::size_t scales = problem_.scale_bytes();
   const std::size_t row_bytes =
-      others == 0 ? problem_.token_bytes() : heap_.scale_offset() + others;
+      scales == 0 ? problem_.token_bytes() : heap_.scale_offset() + scales;
   for (std::size_t i = begin; i < end; ++i) {
     const std::size_t last =
         i + 1 < sent.tokens.size() ? sent.tokens[i + 1].first_place : sent.places.size();
     for (std::size_t p = sent.tokens[i].first_place; p < last; ++p) {
       const SentPlace& place = sent.places[p];
       to.target(place.rank,
-                heap_.pool(heaps.base[place.rank], dispatch_.number, rank(), place.position));
+                heap_.pool(dispatch_.number, rank(), place.position).in(heaps.base[place.rank]));
     }
-    to.make(row_bytes,
-            [&](std::byte* row) { put_token(tokens, handle, sent.tokens[i].token, row); });
+    to.make(row_bytes, [&](std::byte* row) { put_token(tokens, sent.tokens[i].token, row); });
   }
   if (!entries || !sums_per_host(peer)) return;
   std::uint32_t* const slots = link_->sums_at(peer, dispatch_.number & 1).slots;
@@ -404,9 +396,10 @@ void Engine::await_counts(DispatchHandle& handle) {
   const auto experts = static_cast<std::size_t>(problem_.num_own());
   handle.count.assign(static_cast<std::size_t>(num_ranks()), std::vector<std::uint32_t>(experts));
   for (int source = 0; source < num_ranks(); ++source) {
-    const std::uint64_t* const row = heap_.counts(link_->heaps().mine(), dispatch_.number, source);
+    const std::uint64_t* const row =
+        heap_.counts(dispatch_.number, source).in(link_->heaps().mine());
     const std::uint64_t* const arrived =
-        heap_.arrived(link_->heaps().mine(), dispatch_.number, source);
+        heap_.arrived(dispatch_.number, source).in(link_->heaps().mine());
     auto& count = handle.count[static_cast<std::size_t>(source)];
     std::size_t e = 0;  // the first count that has not come
     TraceEvent event{TraceKind::kCounts, TraceRole::kPass, TraceWait::kCounts};
@@ -437,7 +430,8 @@ void Engine::await_counts(DispatchHandle& handle) {
 }
 
 void Engine::await_arrived(int source, std::uint64_t layout) {
-  const std::uint64_t* const flag = heap_.arrived(link_->heaps().mine(), dispatch_.number, source);
+  const std::uint64_t* const flag =
+      heap_.arrived(dispatch_.number, source).in(link_->heaps().mine());
   std::uint64_t word = 0;
   wait(
       dispatch_,
@@ -457,7 +451,6 @@ void Engine::await_arrived(int source, std::uint64_t layout) {
 void Engine::put_rows(const DispatchOutput& output, const DispatchHandle& handle, int source) {
   const auto& arrivals = handle.arrivals[static_cast<std::size_t>(source)];
   const std::size_t bytes = problem_.token_bytes(), scale_bytes = problem_.scale_bytes();
-  const std::size_t attached_bytes = problem_.attached_bytes;
   const std::int64_t stride = (output.row_stride == 0 ? spec().hidden : output.row_stride) *
                               static_cast<std::int64_t>(size_of(spec().dispatch));
   const std::int64_t scale_stride =
@@ -468,15 +461,11 @@ void Engine::put_rows(const DispatchOutput& output, const DispatchHandle& handle
     for (std::size_t i = begin; i < end; ++i) {
       const Arrival& arrival = arrivals[i];
       const std::byte* const token =
-          heap_.pool(link_->heaps().mine(), dispatch_.number, source, arrival.position);
+          heap_.pool(dispatch_.number, source, arrival.position).in(link_->heaps().mine());
       std::memcpy(static_cast<std::byte*>(output.rows) + arrival.row * stride, token, bytes);
       if (scale_bytes != 0) {
         std::memcpy(output.scales + arrival.row * scale_stride, token + heap_.scale_offset(),
                     scale_bytes);
-      }
-      if (attached_bytes != 0) {
-        std::memcpy(handle.came_attached + arrival.row * attached_bytes,
-                    token + heap_.scale_offset() + scale_bytes, attached_bytes);
       }
       if (output.origins != nullptr) {
         output.origins[arrival.row] = {source,
@@ -502,9 +491,7 @@ void Engine::combine_send(const CombineInput& input, State& state) {
   }
   link_->set_free();
   combine_ = {combine_.number + 1, ++calls_};
-  stats_.combine_bytes = 0;
-  stats_.rows_returned = 0;
-  host_rows_.store(0, std::memory_order_relaxed);
+  rows_returned_.store(0, std::memory_order_relaxed);
   send_to_all(
       problem_.result_bytes(),
       [&](int source) {
@@ -524,39 +511,29 @@ void Engine::combine_send(const CombineInput& input, State& state) {
         step(Step::kFinished, source, combine_);
         // After the cells of all threads, which the last of them acquired.
         link_->signal(Lane::kCombine, combine_.of_all, source,
-                      heap_.returned(link_->heaps().base[source], combine_.number, rank()),
+                      heap_.returned(combine_.number, rank()).in(link_->heaps().base[source]),
                       protocol::numbered(combine_.number, 0));
       });
   stats_.combines = combine_.number;
-  for (int r = 0; r < num_ranks(); ++r) {
-    if (r == rank()) continue;
-    const auto& arrivals = handle.arrivals[static_cast<std::size_t>(r)];
-    std::size_t rows = arrivals.size();
-    if (sums_per_host(r) || problem_.without_results) {
-      rows = 0;  // in host_rows_, or none
-    } else if (spec().pre_sum) {
-      // One row goes back for each token, and the pool has each token once.
-      rows = 0;
-      for (const Arrival& arrival : arrivals) {
-        rows = std::max<std::size_t>(rows, arrival.position + 1);
-      }
-    }
-    stats_.rows_returned += static_cast<std::int64_t>(rows);
-    stats_.signal_bytes += sizeof(std::uint64_t);
-  }
-  stats_.rows_returned += host_rows_.load(std::memory_order_relaxed);
+  stats_.signal_bytes += static_cast<std::uint64_t>(num_ranks() - 1) * sizeof(std::uint64_t);
+  stats_.rows_returned = rows_returned_.load(std::memory_order_relaxed);
   stats_.combine_bytes = static_cast<std::uint64_t>(stats_.rows_returned) * problem_.result_bytes();
 }
 
 template <typename To>
 void Engine::return_rows(const CombineInput& input, const DispatchHandle& handle, int source,
-                         std::size_t begin, std::size_t end, To& to) const {
+                         std::size_t begin, std::size_t end, To& to) {
   const auto& arrivals = handle.arrivals[static_cast<std::size_t>(source)];
+  if (source != rank()) {
+    rows_returned_.fetch_add(static_cast<std::int64_t>(end - begin), std::memory_order_relaxed);
+  }
   for (std::size_t i = begin; i < end; ++i) {
     const Arrival& arrival = arrivals[i];
     const void* const row = input.rows.row(arrival.row);
-    to.target(source, heap_.cell(link_->heaps().base[source], combine_.number,
-                                 SlotEntry::token(arrival.slot), SlotEntry::k(arrival.slot)));
+    to.target(
+        source,
+        heap_.cell(combine_.number, SlotEntry::token(arrival.slot), SlotEntry::k(arrival.slot))
+            .in(link_->heaps().base[source]));
     to.make(problem_.result_bytes(), [&](std::byte* result) {
       if (spec().weights == CombineWeights::kBySender) {
         kernels().convert(row, spec().combine, result, spec().combine, spec().hidden,
@@ -595,7 +572,7 @@ void Engine::return_sums(const CombineInput& input, const DispatchHandle& handle
     host.emplace(link_->sums_for(source, combine_.number & 1), spec().top_k,
                  problem_.result_bytes());
   }
-  std::int64_t host_rows = 0;
+  std::int64_t returned = 0;
   for (std::size_t i = begin; i < end; ++i) {
     if (i > 0 && token_at(i) == token_at(i - 1)) continue;
     const std::uint32_t token = token_at(i);
@@ -605,17 +582,17 @@ void Engine::return_sums(const CombineInput& input, const DispatchHandle& handle
       const std::uint32_t all = handle.host_slots[static_cast<std::size_t>(source)][order[i]];
       if (slots != all) {
         host->store(token, slots, rows);
-        if (!link_->keeps_sums_for(source)) host_rows += rows.count;
+        if (!link_->keeps_sums_for(source)) returned += rows.count;
         if (!host->complete(token, slots, all, true, rows)) continue;
       }
       slots = all;
-      ++host_rows;
     }
+    if (source != rank()) ++returned;
     const auto first_k = static_cast<std::uint32_t>(std::countr_zero(slots));
-    to.target(source, heap_.cell(link_->heaps().base[source], combine_.number, token, first_k));
+    to.target(source, heap_.cell(combine_.number, token, first_k).in(link_->heaps().base[source]));
     send_sum(to, rows, spec().combine, spec().hidden);
   }
-  host_rows_.fetch_add(host_rows, std::memory_order_relaxed);
+  rows_returned_.fetch_add(returned, std::memory_order_relaxed);
 }
 
 void Engine::combine_recv(const CombineOutput& output, State& state) {
@@ -626,7 +603,7 @@ void Engine::combine_recv(const CombineOutput& output, State& state) {
   for (int i = 0; i < num_ranks(); ++i) {
     const int source = peer(i);
     const std::uint64_t* const flag =
-        heap_.returned(link_->heaps().mine(), combine_.number, source);
+        heap_.returned(combine_.number, source).in(link_->heaps().mine());
     std::uint64_t word = 0;
     wait(
         combine_,
@@ -669,7 +646,7 @@ void Engine::sum_tokens(const CombineOutput& output, const DispatchHandle& handl
         if ((ranks_seen & owner) != 0) continue;
         ranks_seen |= owner;
       }
-      cells[count] = heap_.cell(link_->heaps().mine(), combine_.number, t, k);
+      cells[count] = heap_.cell(combine_.number, t, k).in(link_->heaps().mine());
       weights[count++] =
           spec().weights == CombineWeights::kByReceiver ? handle.weights[t * top_k + k] : 1.0f;
     }

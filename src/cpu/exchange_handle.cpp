@@ -90,7 +90,7 @@ void DispatchHandle::place_rows(const ExchangeProblem& problem) {
 void DispatchHandle::list_arrivals(const ExchangeProblem& problem, const RankLink& link,
                                    const protocol::ExchangeHeap& heap, std::uint64_t dispatch,
                                    int source) {
-  const ExchangeEntry* entry = heap.entries(link.heaps().mine(), dispatch, source);
+  const ExchangeEntry* entry = heap.entries(dispatch, source).in(link.heaps().mine());
   auto& of_source = arrivals[static_cast<std::size_t>(source)];
   for (std::size_t e = 0; e < ends.size(); ++e) {
     std::int64_t before = 0;  // rows of ranks below the source

@@ -52,6 +52,10 @@ void prepare_gemm_library() {
 
 bool has_native_bf16() { return has(dnnl::cpu_isa::avx512_core_bf16); }
 
+DType gemm_dtype(DType compute) {
+  return compute == DType::kBF16 && has_native_bf16() ? DType::kBF16 : DType::kF32;
+}
+
 const char* gemm_instruction_set() {
   if (has(dnnl::cpu_isa::avx512_core_amx)) return "amx_bf16";
   if (has(dnnl::cpu_isa::avx512_core_bf16)) return "avx512_bf16";

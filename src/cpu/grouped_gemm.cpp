@@ -5,7 +5,6 @@
 
 #include "cpu/expert_gemm.h"
 #include "cpu/kernels.h"
-#include "cpu/products.h"
 #include "layer/compute.h"
 #include "protocol/partition.h"
 

@@ -9,7 +9,6 @@
 #include <vector>
 
 #include "cpu/host_sum.h"
-#include "cpu/lazy_buffer.h"
 #include "cpu/rank_link.h"
 #include "model/mapped_weights.h"
 #include "protocol/heap.h"
@@ -64,7 +63,7 @@ struct LayerState {
   int cells_per_token() const { return spec.top_k + (spec.shared_intermediate > 0 ? 1 : 0); }
   // Where the output for a slot of a token of `rank` goes.
   std::byte* cell(int rank, std::uint64_t token, std::uint64_t k) const {
-    return heap.cells(heaps().base[rank]) +
+    return heap.cells().in(heaps().base[rank]) +
            (token * static_cast<std::uint64_t>(cells_per_token()) + k) * cell_bytes();
   }
   // The sums for tokens of a rank of another host.
@@ -200,7 +199,7 @@ struct Pass {
 inline std::uint32_t count_of(const LayerState& layer, std::uint64_t epoch, int source,
                               int expert) {
   return static_cast<std::uint32_t>(
-      protocol::load_relaxed(layer.heap.counts(layer.heaps().mine(), epoch, source) + expert));
+      protocol::load_relaxed(layer.heap.counts(epoch, source).in(layer.heaps().mine()) + expert));
 }
 
 inline constexpr std::uint32_t kDispatchChunk = 64;  // tokens
@@ -252,7 +251,7 @@ inline Row row_of(const LayerState& layer, const Pass& pass, const Tile& tile, s
   const std::uint32_t entry =
       result.distance == 0
           ? pass.own_entries[of_owner][result.position]
-          : layer.heap.entries(layer.heaps().mine(), of_owner, result.distance)[result.position];
+          : layer.heap.entries(of_owner, result.distance).in(layer.heaps().mine())[result.position];
   result.token = protocol::SlotEntry::token(entry);
   result.k = protocol::SlotEntry::k(entry);
   return result;

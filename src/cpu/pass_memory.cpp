@@ -35,9 +35,9 @@ PassMemory::PassMemory(const World& world, const MemoryNeeds& needs, std::uint64
       needs_(needs),
       heap_(world.fabric().allocate_heap(needs.heap_bytes())) {
   attempt_together(world.fabric(), [&] {
-    converted_ = LazyBuffer(needs.converted);
-    quantised_ = LazyBuffer(needs.quantised);
-    intermediate_ = LazyBuffer(needs.intermediate);
+    converted_ = Mapping::anonymous(needs.converted);
+    quantised_ = Mapping::anonymous(needs.quantised);
+    intermediate_ = Mapping::anonymous(needs.intermediate);
   });
 }
 
@@ -77,7 +77,7 @@ void PassMemory::end_passes() {
 void PassMemory::release() {
   if (released_) return;
   give_back(mine(), heap_->bytes());
-  for (const LazyBuffer* const buffer : {&converted_, &quantised_, &intermediate_}) {
+  for (const Mapping* const buffer : {&converted_, &quantised_, &intermediate_}) {
     give_back(buffer->data(), buffer->bytes());
   }
   released_ = true;

@@ -7,7 +7,7 @@
 #include <cstdint>
 #include <memory>
 
-#include "cpu/lazy_buffer.h"
+#include "base/mapping.h"
 #include "fabric/fabric.h"
 #include "layer/pass_memory.h"
 #include "protocol/heap.h"
@@ -72,7 +72,7 @@ class PassMemory final : public switchyard::PassMemory {
 
   MemoryNeeds needs_;
   std::shared_ptr<SymmetricSegment> heap_;
-  LazyBuffer converted_, quantised_, intermediate_;
+  Mapping converted_, quantised_, intermediate_;
   std::uint64_t epoch_ = 0;
   std::atomic<bool> in_use_ = false;
 };

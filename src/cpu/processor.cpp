@@ -147,11 +147,11 @@ void Processor::send_tokens(Pass& pass, int peer, std::uint32_t chunk, To& to) {
       std::byte* const base = layer_.heaps().base[owner];
       const std::uint32_t distance = layer_.link->distance_from(owner);
       const std::uint32_t position = pass.slots[s].position;
-      to.target(owner, heap.pool(base, distance, token));
-      to.store(owner, heap.entries(base, of_owner, distance) + position,
+      to.target(owner, heap.pool(distance, token).in(base));
+      to.store(owner, heap.entries(of_owner, distance).in(base) + position,
                protocol::SlotEntry::pack(token, k));
       if (layer_.spec.weight_on_input) {
-        to.store(owner, heap.weights(base, of_owner, distance) + position, pass.weights[s]);
+        to.store(owner, heap.weights(of_owner, distance).in(base) + position, pass.weights[s]);
       }
       if constexpr (!To::kInPlace) {
         slots |= std::uint32_t{1} << k;
@@ -179,7 +179,7 @@ void Processor::send_tokens(Pass& pass, int peer, std::uint32_t chunk, To& to) {
       }
       to.signal(
           owner,
-          heap.arrived(layer_.heaps().base[owner], of_owner, layer_.link->distance_from(owner)),
+          heap.arrived(of_owner, layer_.link->distance_from(owner)).in(layer_.heaps().base[owner]),
           protocol::flag_of(pass.epoch));
     });
   }
@@ -210,11 +210,12 @@ void Processor::gather(Pass& pass, const Tile& tile, std::uint32_t tile_index) {
       const bool own = distance == 0;
       if (!own) pass.note_received(distance, row.token, layer_.max_tokens);
       from = own ? pass.wire_row(row.token)
-                 : layer_.heap.pool(layer_.heaps().mine(), distance, row.token);
+                 : layer_.heap.pool(distance, row.token).in(layer_.heaps().mine());
       if (layer_.spec.weight_on_input) {
         const auto of_owner = static_cast<std::uint32_t>(tile.expert - layer_.first_expert());
-        scale = own ? pass.weights[row.token * static_cast<std::size_t>(layer_.spec.top_k) + row.k]
-                    : layer_.heap.weights(layer_.heaps().mine(), of_owner, distance)[row.position];
+        scale =
+            own ? pass.weights[row.token * static_cast<std::size_t>(layer_.spec.top_k) + row.k]
+                : layer_.heap.weights(of_owner, distance).in(layer_.heaps().mine())[row.position];
       }
     }
     unpack(from, scale, to);
@@ -352,8 +353,8 @@ void Processor::gemm2(Pass& pass, Tile& tile, std::uint32_t tile_index, std::uin
       trace_->tell(TraceKind::kSignal, source, static_cast<std::int32_t>(tile_index),
                    layer_.expert_of(tile.expert), static_cast<std::int32_t>(tile.rows));
     }
-    std::uint32_t* const finished =
-        layer_.heap.finished(layer_.heaps().base[source], static_cast<std::uint32_t>(tile.expert));
+    std::uint32_t* const finished = layer_.heap.finished(static_cast<std::uint32_t>(tile.expert))
+                                        .in(layer_.heaps().base[source]);
     layer_.link->signal(Lane::kCombine, pass.epoch, source, finished,
                         protocol::flag_of(pass.epoch));
   });

@@ -16,7 +16,7 @@ RankSet Subscriber::look_for_counts() {
   const std::uint64_t flag = protocol::flag_of(pass_.epoch);
   RankSet here = 0;
   for (int s = 0; s < layer_.link->num_ranks(); ++s) {
-    const std::uint64_t* const row = layer_.heap.counts(layer_.heaps().mine(), pass_.epoch, s);
+    const std::uint64_t* const row = layer_.heap.counts(pass_.epoch, s).in(layer_.heaps().mine());
     std::size_t& e = num_counts_[static_cast<std::size_t>(s)];
     if (s == layer_.link->rank()) e = pass_.counts.size();
     // Acquire: pairs with the source's release in publish_counts().
@@ -29,7 +29,8 @@ RankSet Subscriber::look_for_counts() {
 std::optional<Missing> Subscriber::missing_counts(int source) const {
   const std::size_t e = num_counts_[static_cast<std::size_t>(source)];
   if (e == pass_.counts.size() || source == layer_.link->rank()) return std::nullopt;
-  const std::uint64_t* const row = layer_.heap.counts(layer_.heaps().mine(), pass_.epoch, source);
+  const std::uint64_t* const row =
+      layer_.heap.counts(pass_.epoch, source).in(layer_.heaps().mine());
   return Missing{Phase::kCounts, source, e, protocol::flag_of(pass_.epoch),
                  protocol::load_acquire(row + e) >> 32};
 }
@@ -38,7 +39,8 @@ bool Subscriber::rows_are_here(int expert, int source) const {
   if (source == layer_.link->rank()) return true;
   const auto of_owner = static_cast<std::uint32_t>(expert - layer_.first_expert());
   const auto distance = static_cast<std::uint32_t>(pass_.placement.distance_of(source));
-  return protocol::load_acquire(layer_.heap.arrived(layer_.heaps().mine(), of_owner, distance)) ==
+  return protocol::load_acquire(
+             layer_.heap.arrived(of_owner, distance).in(layer_.heaps().mine())) ==
          protocol::flag_of(pass_.epoch);
 }
 
@@ -50,7 +52,7 @@ std::optional<Missing> Subscriber::missing_rows(const Tile& tile) const {
     if (missing || distance == 0) return;
     // Acquire: pairs with the source's release in Processor::dispatch; the rows are read after it.
     const std::uint32_t seen =
-        protocol::load_acquire(layer_.heap.arrived(layer_.heaps().mine(), of_owner, distance));
+        protocol::load_acquire(layer_.heap.arrived(of_owner, distance).in(layer_.heaps().mine()));
     if (seen != flag) {
       missing = {Phase::kDispatch, source, static_cast<std::uint64_t>(tile.expert), flag, seen};
     }
@@ -76,7 +78,7 @@ std::optional<Missing> Subscriber::missing_cells(std::uint32_t combine_chunk) co
     const auto expert = static_cast<std::uint32_t>(pass_.ids[static_cast<std::size_t>(i)]);
     const std::uint32_t flag = protocol::flag_of(pass_.epoch);
     const std::uint32_t seen =
-        protocol::load_acquire(layer_.heap.finished(layer_.heaps().mine(), expert));
+        protocol::load_acquire(layer_.heap.finished(expert).in(layer_.heaps().mine()));
     if (seen != flag) return Missing{Phase::kCombine, slot.owner, expert, flag, seen};
   }
   if (pass_.work.num_shared_tiles > 0) {

@@ -17,6 +17,9 @@ void prepare_gemm_library();
 // convert tiles to fp32.
 bool has_native_bf16();
 
+// The element type that tiles are multiplied in when a layer computes in `compute`.
+DType gemm_dtype(DType compute);
+
 // The instruction set that the library will use, e.g. "amx_bf16", "avx2".
 const char* gemm_instruction_set();
 

@@ -37,12 +37,6 @@ class ExchangeHandle::State {
   std::shared_ptr<ExchangeCalls> calls;  // of the exchange that made it
   bool received = false;                 // a dispatch that gave it its contents
   std::int64_t tokens = 0;               // of that dispatch
-
-  // If ExchangeProblem::attached_bytes is not 0: the bytes that travel beside each of this rank's
-  // tokens, and, by row of the layout, those that came beside others'. The engine's user sets both,
-  // and keeps the memory.
-  const std::byte* attached = nullptr;
-  std::byte* came_attached = nullptr;
 };
 
 // Exchange has checked every call as far as that is possible without reading the memory that it

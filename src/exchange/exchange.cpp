@@ -4,11 +4,12 @@
 #include <fmt/core.h>
 
 #include "base/posix.h"
-#include "exchange/agreement.h"
 #include "exchange/call.h"
 #include "exchange/engine.h"
 #include "exchange/staging.h"
+#include "fabric/agreement.h"
 #include "fabric/collective.h"
+#include "layer/agreement.h"
 #include "layer/engine.h"
 #include "switchyard/error.h"
 
@@ -17,13 +18,44 @@ namespace {
 
 using State = ExchangeHandle::State;
 
+const char* name_of(RowLayout::Kind kind) {
+  switch (kind) {
+    case RowLayout::Kind::kPacked:
+      return "packed";
+    case RowLayout::Kind::kBlocked:
+      return "blocked";
+    case RowLayout::Kind::kPadded:
+      return "padded";
+  }
+  return "unknown";
+}
+
+void agree_on(Fabric& fabric, const ExchangeSpec& spec, Backend backend) {
+  agree(fabric,
+        {{"backend", to_string(backend)},
+         {"hidden", spec.hidden},
+         {"num_experts", spec.num_experts},
+         {"top_k", spec.top_k},
+         {"max_tokens", spec.max_tokens},
+         {"dispatch", to_string(spec.dispatch)},
+         {"combine", to_string(spec.combine)},
+         {"layout", name_of(spec.layout.kind)},
+         {"layout.size", spec.layout.size},
+         {"weights", to_string(spec.weights)},
+         {"pre_sum", spec.pre_sum},
+         {"pre_sum_per_host", spec.pre_sum_per_host},
+         {"large_ids_are_none", spec.large_ids_are_none},
+         {"placement", table_of(summary_of(spec.placement))}},
+        "give every rank the same exchange");
+}
+
 std::unique_ptr<ExchangeEngine> make_engine(const World& world, const ExchangeSpec& spec,
                                             ExchangeOptions options) {
   check_options(options);
   const ExchangeProblem problem(spec, world.rank(), world.size());
   options.deadline =
       options.deadline.count() == 0 ? world.deadline() : checked_deadline(options.deadline);
-  agree(world.fabric(), problem, options.backend);
+  agree_on(world.fabric(), problem.spec, options.backend);
   if (options.backend == Backend::kCpu) {
     return cpu::make_exchange(world, problem, options);
   }
@@ -32,7 +64,7 @@ std::unique_ptr<ExchangeEngine> make_engine(const World& world, const ExchangeSp
   attempt_together(world.fabric(), [&] {
     LayerOptions device;
     device.backend = Backend::kCuda;
-    device.device = options.device;
+    device.cuda.device = options.device;
     options.device = gpu::choose_device(device);
     if (over_hosts) staging = gpu::make_staging_device(options.device);
   });

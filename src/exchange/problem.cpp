@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <string>
+#include <utility>
 
 #include "base/limits.h"
 #include "base/quantize.h"
@@ -37,19 +38,14 @@ void check_spec(const ExchangeSpec& spec) {
     refuse(
         fmt::format("weights is {}; use a named CombineWeights", static_cast<int>(spec.weights)));
   }
-  if (spec.pre_sum && spec.weights == CombineWeights::kByReceiver) {
+  for (const auto& [is_set, name] :
+       {std::pair(spec.pre_sum, "pre_sum"), {spec.pre_sum_per_host, "pre_sum_per_host"}}) {
+    if (!is_set || spec.weights != CombineWeights::kByReceiver) continue;
     refuse(
-        "pre_sum is set, but the token's rank multiplies the weights, for which it needs every "
-        "row; let the sender multiply them, or nobody (CombineWeights::kBySender or kNone; in "
-        "Python "
-        "'sender' or 'none')");
-  }
-  if (spec.pre_sum_per_host && spec.weights == CombineWeights::kByReceiver) {
-    refuse(
-        "pre_sum_per_host is set, but the token's rank multiplies the weights, for which it needs "
-        "every row; let the sender multiply them, or nobody (CombineWeights::kBySender or kNone; "
-        "in "
-        "Python 'sender' or 'none')");
+        fmt::format("{} is set, but the token's rank multiplies the weights, for which it needs "
+                    "every row; let the sender multiply them, or nobody "
+                    "(CombineWeights::kBySender or kNone; in Python 'sender' or 'none')",
+                    name));
   }
   validate(spec.placement, spec.num_experts);
   require_within("the number of places", spec.placement.num_places(spec.num_experts), 1,

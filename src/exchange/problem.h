@@ -15,11 +15,8 @@ struct ExchangeProblem {
   int num_ranks = 1;
   protocol::ExpertPartition places;    // of experts; without a placement a place is an expert
   std::vector<std::int32_t> place_of;  // [E], for this rank's tokens; empty: without a placement
-  // Bytes that travel beside each token, for users of the CPU engine by itself: see
-  // ExchangeHandle::State.
-  std::size_t attached_bytes = 0;
-  // For the same users: combine only tells that all ranks have sent their results, which travel
-  // another way.
+  // For layers over hosts, which use the CPU engine by itself: combine only tells that all ranks
+  // have sent their results, which travel another way.
   bool without_results = false;
 
   // Throws Error{kInvalidArgument, kUnsupported}.
@@ -34,7 +31,7 @@ struct ExchangeProblem {
   // a row of results.
   std::size_t token_bytes() const;
   std::size_t scale_bytes() const { return static_cast<std::size_t>(groups()) * sizeof(float); }
-  std::size_t wire_bytes() const { return token_bytes() + scale_bytes() + attached_bytes; }
+  std::size_t wire_bytes() const { return token_bytes() + scale_bytes(); }
   std::size_t result_bytes() const;
   // The most slots of one source that a rank with so many experts can have.
   std::int64_t most_rows_of_source(int experts) const;

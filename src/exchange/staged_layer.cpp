@@ -11,15 +11,16 @@
 #include <vector>
 
 #include "base/convert.h"
+#include "base/mapping.h"
+#include "exchange/host_experts.h"
 #include "exchange/staged_calls.h"
-#include "exchange/staged_experts.h"
 #include "fabric/collective.h"
 #include "fabric/fabric.h"
-#include "fabric/mapping.h"
 #include "layer/agreement.h"
 #include "layer/call.h"
 #include "layer/compute.h"
 #include "layer/failure.h"
+#include "network/proxy.h"
 #include "protocol/partition.h"
 #include "routing/route.h"
 #include "switchyard/grouped_gemm.h"
@@ -41,12 +42,11 @@ constexpr int kGateMultiple = 8;
 }
 
 void check_options(const LayerOptions& options) {
-  if (options.trace) refuse("trace is set", "leave it unset, or trace a world of one host");
-  if (options.recorded_steps > 0) {
+  if (options.diagnostics.trace)
+    refuse("trace is set", "leave it unset, or trace a world of one host");
+  if (options.diagnostics.recorded_steps > 0) {
     refuse("recorded_steps is set", "leave it at 0, or record on the CPU or on one host");
   }
-  if (options.table != nullptr) refuse("a table is given", "leave it out");
-  if (options.share_memory_with != nullptr) refuse("share_memory_with is set", "leave it empty");
 }
 
 float as_float(const std::byte* from, DType dtype) {
@@ -71,12 +71,12 @@ class Core {
  public:
   Core(const World& world, const LayerSpec& spec, const MoeWeights& weights,
        const LayerOptions& options, std::unique_ptr<Device> device, Backend kernels,
-       std::int64_t most_rows, SharedBy shared_by);
+       std::int64_t most_rows);
 
   StagedCalls& calls() { return calls_; }
   DType compute() const { return compute_; }
   const MoeWeights& weights() const { return weights_; }
-  std::uint64_t device_bytes() const { return site_->device_bytes; }
+  std::uint64_t device_bytes() const { return context_->device_bytes; }
   const ForwardStats& stats() const { return stats_; }
 
   void pass(const ForwardInput& input, const ForwardOutput& output);
@@ -84,9 +84,9 @@ class Core {
   void rebind(const MoeWeights& weights);
 
  private:
-  using Buffer = StagedSite::Buffer;
+  using Buffer = StagedContext::Buffer;
 
-  DType value() const { return site_->value(); }
+  DType value() const { return context_->value(); }
   static MoeWeights shared_weights(const MoeWeights& all);
   std::vector<float> floats(const VectorView& v) const;
   GatePlanes gate_planes() const;
@@ -95,13 +95,9 @@ class Core {
   void set_up_shared();
 
   void start_own(const ForwardInput& input);
-  MatrixView fetch_tokens(const MatrixView& x) const;
   void route(const ForwardInput& input);
   void read_shared_factors(std::int64_t tokens);
-  void round(MatrixView& tokens) const;
   void finish(const ForwardInput& input, const ForwardOutput& output);
-  void sum_on_host(std::int64_t tokens, const ForwardOutput& output);
-  void add_shared(std::size_t tokens, const ForwardOutput& output) const;
   template <typename T>
   std::vector<T> fetch(const void* from, std::size_t count) const {
     std::vector<T> values(count);
@@ -111,7 +107,18 @@ class Core {
     }
     return values;
   }
-  void store(void* to, const void* from, std::size_t bytes) const { site_->store(to, from, bytes); }
+  // Device memory that has a value so many times.
+  template <typename T>
+  Buffer repeated(std::int64_t count, T value) {
+    const std::vector<T> values(static_cast<std::size_t>(count), value);
+    Buffer buffer = context_->allocate(count, sizeof(T));
+    store(buffer.get(), values.data(), values.size() * sizeof(T));
+    device_.await_stream();
+    return buffer;
+  }
+  void store(void* to, const void* from, std::size_t bytes) const {
+    context_->store(to, from, bytes);
+  }
 
   const World world_;
   const LayerSpec spec_;
@@ -120,19 +127,18 @@ class Core {
   const Backend kernels_;
   Device& device_;  // of the calls
   DType compute_ = DType::kBF16;
-  std::optional<StagedSite> site_;
-  std::unique_ptr<StagedExperts> experts_;
+  std::optional<StagedContext> context_;
+  std::optional<HostExperts> experts_;
   // The device also computes the shared expert and the gate's product.
   World alone_;
   std::unique_ptr<LayerEngine> shared_;
   std::optional<GroupedGemm> gate_;
   GatePlanes planes_;
-  // Device memory: results of the shared expert, products of the gate, and for both the ids and
-  // weights that choose their only network.
-  Buffer shared_results_, products_, first_, ones_, end_;
+  // Device memory: products of the gate, and the ids, weights and number of rows that choose the
+  // only network of the gate and of the shared expert.
+  Buffer products_, first_, ones_, end_;
   // Host memory, committed by the tokens that really go through it.
-  Mapping host_tokens_, host_scales_, host_slots_, host_sums_, host_shared_, host_products_,
-      host_out_;
+  Mapping host_slots_, host_products_;
   std::int32_t num_tokens_ = 0;  // of the gate's product
   std::vector<std::int32_t> ids_;
   std::vector<float> token_weights_, shared_factors_, router_bias_, correction_bias_;
@@ -146,7 +152,7 @@ class Core {
 
 Core::Core(const World& world, const LayerSpec& spec, const MoeWeights& weights,
            const LayerOptions& options, std::unique_ptr<Device> device, Backend kernels,
-           std::int64_t most_rows, SharedBy shared_by)
+           std::int64_t most_rows)
     : world_(world),
       spec_(spec),
       weights_(weights),
@@ -162,6 +168,7 @@ Core::Core(const World& world, const LayerSpec& spec, const MoeWeights& weights,
     validate(spec);
     validate(options.placement, spec.num_experts);
     validate(spec, weights, own_experts(places, world.rank(), world.size()), places);
+    require_host_layers(fabric.proxy()->hosts(), {places, world.size()});
     routing::check_routable(spec);
     compute_ = resolve_compute(weights, options.compute);
     if (kernels == Backend::kCuda && compute_ == DType::kF32) {
@@ -171,23 +178,14 @@ Core::Core(const World& world, const LayerSpec& spec, const MoeWeights& weights,
   });
   agree(fabric, {spec, options.max_tokens, compute_, summary_of(options.placement),
                  options.pre_sum_per_host});
-  site_.emplace(StagedSite{world_, spec_, options_, device_, kernels_, compute_, most_rows});
-  const bool by_host = shared_by == SharedBy::kHost && can_share_by_host(world, places);
-  experts_ =
-      by_host ? make_experts_by_host(*site_, weights_) : make_experts_by_rank(*site_, weights_);
+  context_.emplace(StagedContext{world_, spec_, options_, device_, kernels_, compute_, most_rows});
+  experts_.emplace(*context_, weights_);
   attempt_together(fabric, [&] {
-    const std::int64_t tokens = options.max_tokens;
-    const std::size_t row = static_cast<std::size_t>(spec.hidden) * sizeof(float);
     set_up_shared();
     make_gate();
-    host_tokens_ = lent_memory(device_, bytes_of_rows(tokens, row));
-    host_slots_ =
-        lent_memory(device_, bytes_of_rows(tokens, static_cast<std::size_t>(spec.top_k) *
+    host_slots_ = lent_memory(
+        device_, bytes_of_rows(options.max_tokens, static_cast<std::size_t>(spec.top_k) *
                                                        (sizeof(std::int64_t) + sizeof(float))));
-    host_scales_ = Mapping::anonymous(
-        bytes_of_rows(tokens, static_cast<std::size_t>(experts_->groups()) * sizeof(float)));
-    host_sums_ = Mapping::anonymous(bytes_of_rows(tokens, row));
-    host_out_ = lent_memory(device_, bytes_of_rows(tokens, row));
   });
 }
 
@@ -201,23 +199,13 @@ MoeWeights Core::shared_weights(const MoeWeights& all) {
 void Core::set_up_shared() {
   if (spec_.shared_intermediate == 0) return;
   const std::int64_t tokens = options_.max_tokens;
-  const std::size_t row = static_cast<std::size_t>(spec_.hidden) * sizeof(float);
   const FfnWeights& shared = weights_.shared;
   const bool biased = !shared.up_bias.empty() || !shared.down_bias.empty();
   shared_ =
-      site_->make_networks(alone_, spec_of_networks(spec_, 1, spec_.shared_intermediate, biased),
-                           shared_weights(weights_), tokens, options_.deadline);
-  if (!experts_->sums_on_device()) {
-    shared_results_ = site_->allocate(tokens, row);
-    host_shared_ = lent_memory(device_, bytes_of_rows(tokens, row));
-  }
-  first_ = site_->allocate(tokens, sizeof(std::int32_t));
-  ones_ = site_->allocate(tokens, sizeof(float));
-  const std::vector<std::int32_t> zeros(static_cast<std::size_t>(tokens));
-  store(first_.get(), zeros.data(), zeros.size() * sizeof(std::int32_t));
-  const std::vector<float> ones(static_cast<std::size_t>(tokens), 1.0f);
-  store(ones_.get(), ones.data(), ones.size() * sizeof(float));
-  device_.await_stream();
+      context_->make_networks(alone_, spec_of_networks(spec_, 1, spec_.shared_intermediate, biased),
+                              shared_weights(weights_), tokens, options_.deadline);
+  first_ = repeated<std::int32_t>(tokens, 0);
+  ones_ = repeated(tokens, 1.0f);
 }
 
 // Numbers that stand `stride` elements apart, in the host's memory or the device's.
@@ -293,16 +281,16 @@ void Core::make_gate() {
   options.backend = kernels_;
   options.max_rows = options_.max_tokens;
   if (kernels_ == Backend::kCuda) {
-    options.device = options_.device;
+    options.device = options_.cuda.device;
     options.compute = DType::kBF16;
-    options.reserved_sms = options_.reserved_sms + 1;
+    options.reserved_sms = options_.cuda.reserved_sms + 1;
   } else {
     options.compute = value();
   }
   gate_.emplace(spec, weights, options);
   if (products_ != nullptr) return;
-  products_ = site_->allocate(options_.max_tokens, static_cast<std::size_t>(n) * sizeof(float));
-  end_ = site_->allocate(1, sizeof(std::int32_t));
+  products_ = context_->allocate(options_.max_tokens, static_cast<std::size_t>(n) * sizeof(float));
+  end_ = context_->allocate(1, sizeof(std::int32_t));
   host_products_ = lent_memory(
       device_, bytes_of_rows(options_.max_tokens, static_cast<std::size_t>(n) * sizeof(float)));
   warm_gate();
@@ -354,24 +342,17 @@ void Core::pass(const ForwardInput& input, const ForwardOutput& output) {
   stats_.tokens = input.activations.rows;
   stats_.tokens_per_expert.assign(static_cast<std::size_t>(spec_.num_experts), 0);
   start_own(input);
-  const bool on_device = experts_->takes_from_device() &&
-                         (site_->quantised() || input.activations.dtype == experts_->token_type());
-  StagedExperts::Tokens tokens{on_device ? input.activations : fetch_tokens(input.activations),
-                               on_device};
+  experts_->load_tokens(input.activations);
   route(input);
-  stats_.gate_seconds = seconds();
-  if (!on_device && tokens.rows.dtype != experts_->token_type() && !site_->quantised()) {
-    round(tokens.rows);
-  }
-  stats_.plan_seconds = seconds();
-  experts_->compute(tokens, ids_, token_weights_, stats_.tokens_per_expert);
+  stats_.gate_seconds = stats_.plan_seconds = seconds();
+  experts_->compute(ids_, token_weights_, stats_.tokens_per_expert);
   finish(input, output);
   const ExchangeStats traffic = experts_->traffic();
   stats_.dispatch_bytes = traffic.dispatch_bytes;
   stats_.combine_bytes = traffic.combine_bytes;
   stats_.signal_bytes = traffic.signal_bytes;
   stats_.heap_bytes_reserved = traffic.heap_bytes_reserved;
-  stats_.workspace_bytes_used = site_->device_bytes;
+  stats_.workspace_bytes_used = context_->device_bytes;
   stats_.total_seconds = seconds();
 }
 
@@ -403,12 +384,8 @@ void Core::start_own(const ForwardInput& input) {
     of_shared.topk_weights = SlotView(ones_.get(), DType::kF32, static_cast<std::size_t>(x.rows));
     of_shared.stream = device_.stream();
     ForwardOutput results;
-    results.data = shared_results_.get();
-    results.dtype = DType::kF32;
-    if (experts_->sums_on_device()) {
-      results.data = experts_->shared_memory();
-      results.dtype = value();
-    }
+    results.data = experts_->shared_results();
+    results.dtype = value();
     shared_->forward(of_shared, results);
   }
 }
@@ -515,61 +492,9 @@ void Core::read_shared_factors(std::int64_t tokens) {
   }
 }
 
-// Starts to copy tokens to the host. They are there after await_stream().
-MatrixView Core::fetch_tokens(const MatrixView& x) const {
-  MatrixView tokens = x;
-  if (x.rows == 0) return tokens;
-  const auto count = static_cast<std::size_t>(x.rows);
-  const std::size_t element = size_of(x.dtype);
-  const std::size_t width = static_cast<std::size_t>(spec_.hidden) * element;
-  std::byte* const best = experts_->token_memory();
-  std::byte* const to =
-      best != nullptr && x.dtype == experts_->token_type() ? best : host_tokens_.data();
-  device_.enqueue_to_host(to, width, x.data, static_cast<std::size_t>(x.row_stride) * element,
-                          {width, count});
-  tokens.data = to;
-  tokens.row_stride = spec_.hidden;
-  if (x.scale != nullptr) {
-    const std::size_t scales = static_cast<std::size_t>(experts_->groups()) * sizeof(float);
-    device_.enqueue_to_host(host_scales_.data(), scales, x.scale,
-                            static_cast<std::size_t>(x.scale_stride) * sizeof(float),
-                            {scales, count});
-    tokens.scale = reinterpret_cast<const float*>(host_scales_.data());
-    tokens.scale_stride = experts_->groups();
-  }
-  return tokens;
-}
-
-// Converts tokens to the value type, in place: the exchange takes no other.
-void Core::round(MatrixView& tokens) const {
-  const auto count = static_cast<std::size_t>(tokens.rows * spec_.hidden);
-  std::byte* const data = host_tokens_.data();
-  const std::size_t from = size_of(tokens.dtype), to = size_of(value());
-  const auto convert = [&](std::size_t i) {
-    const float number = as_float(data + i * from, tokens.dtype);
-    if (to == sizeof(float)) {
-      std::memcpy(data + i * to, &number, sizeof number);
-      return;
-    }
-    const std::uint16_t code = f32_to_bf16(number);
-    std::memcpy(data + i * to, &code, sizeof code);
-  };
-  // Numbers that become longer are written from the end, so that none is lost.
-  if (to > from) {
-    for (std::size_t i = count; i-- > 0;) convert(i);
-  } else {
-    for (std::size_t i = 0; i < count; ++i) convert(i);
-  }
-  tokens.dtype = value();
-}
-
 void Core::finish(const ForwardInput& input, const ForwardOutput& output) {
   const std::int64_t tokens = input.activations.rows;
-  if (experts_->sums_on_device()) {
-    experts_->sum_on_device(output, tokens, shared_factors_);
-  } else {
-    sum_on_host(tokens, output);
-  }
+  experts_->sum(output, shared_factors_);
   if (tokens == 0) return;
   if (!output.topk_ids.empty()) {
     store(output.topk_ids.data(), ids_.data(), ids_.size() * sizeof(std::int32_t));
@@ -580,64 +505,18 @@ void Core::finish(const ForwardInput& input, const ForwardOutput& output) {
   device_.await_stream();
 }
 
-void Core::sum_on_host(std::int64_t tokens, const ForwardOutput& output) {
-  const auto n = static_cast<std::size_t>(tokens), hidden = static_cast<std::size_t>(spec_.hidden);
-  const std::size_t element = size_of(output.dtype), width = hidden * element;
-  const std::size_t pitch =
-      output.row_stride == 0 ? width : static_cast<std::size_t>(output.row_stride) * element;
-  if (output.accumulate && tokens > 0) {
-    device_.to_host(host_out_.data(), width, output.data, pitch, {width, n});
-  }
-  CombineOutput sums;
-  sums.data = shared_ ? host_sums_.data() : host_out_.data();
-  sums.dtype = shared_ ? DType::kF32 : output.dtype;
-  sums.scale = shared_ ? 1.0f : output.scale;
-  sums.accumulate = !shared_ && output.accumulate;
-  experts_->sum(sums);
-  if (tokens == 0) return;
-  if (shared_) {
-    const std::size_t bytes = n * hidden * sizeof(float);
-    device_.to_host(host_shared_.data(), bytes, shared_results_.get(), bytes, {bytes, 1});
-    add_shared(n, output);
-  }
-  device_.to_device(output.data, pitch, host_out_.data(), width, {width, n});
-}
-
-// out = scale * (sums + factor * shared), with `accumulate` out + that.
-void Core::add_shared(std::size_t tokens, const ForwardOutput& output) const {
-  const auto hidden = static_cast<std::size_t>(spec_.hidden);
-  const auto* const sums = reinterpret_cast<const float*>(host_sums_.data());
-  const auto* const shared = reinterpret_cast<const float*>(host_shared_.data());
-  const std::size_t element = size_of(output.dtype);
-  for (std::size_t t = 0; t < tokens; ++t) {
-    const float factor = spec_.shared_sigmoid_gate ? shared_factors_[t] : 1.0f;
-    for (std::size_t i = t * hidden; i < (t + 1) * hidden; ++i) {
-      std::byte* const to = host_out_.data() + i * element;
-      float value = (sums[i] + factor * shared[i]) * output.scale;
-      if (output.accumulate) value += as_float(to, output.dtype);
-      if (output.dtype == DType::kF32) {
-        std::memcpy(to, &value, sizeof value);
-        continue;
-      }
-      const std::uint16_t code =
-          output.dtype == DType::kBF16 ? f32_to_bf16(value) : f32_to_f16(value);
-      std::memcpy(to, &code, sizeof code);
-    }
-  }
-}
-
 // ------------------------------------------------------------------------------------- engine
 
 class Engine final : public LayerEngine {
  public:
   Engine(const World& world, const LayerSpec& spec, const MoeWeights& weights,
          const LayerOptions& options, std::unique_ptr<Device> device, Backend kernels,
-         std::int64_t most_rows, SharedBy shared_by)
+         std::int64_t most_rows)
       : world_(world),
         spec_(spec),
         options_(options),
         core_(std::make_unique<Core>(world, spec, weights, options, std::move(device), kernels,
-                                     most_rows, shared_by)) {}
+                                     most_rows)) {}
   ~Engine() override {
     // A stream that does not come to an end may still reach a call.
     if (!core_->calls().device().is_idle(options_.deadline)) (void)core_.release();
@@ -694,7 +573,6 @@ class Engine final : public LayerEngine {
   DType compute() const override { return core_->compute(); }
   int num_threads() const override { return 0; }
   std::uint64_t workspace_bytes() const override { return core_->device_bytes(); }
-  std::shared_ptr<PassMemory> memory() const override { return nullptr; }
 
  private:
   const World world_;
@@ -710,10 +588,9 @@ std::unique_ptr<LayerEngine> make_staged_layer(const World& world, const LayerSp
                                                const MoeWeights& weights,
                                                const LayerOptions& options,
                                                std::unique_ptr<StagingDevice> device,
-                                               Backend kernels, std::int64_t most_rows,
-                                               SharedBy shared_by) {
+                                               Backend kernels, std::int64_t most_rows) {
   return std::make_unique<Engine>(world, spec, weights, options, std::move(device), kernels,
-                                  most_rows, shared_by);
+                                  most_rows);
 }
 
 namespace gpu {
@@ -722,10 +599,8 @@ std::unique_ptr<LayerEngine> make_engine_over_hosts(const World& world, const La
                                                     const MoeWeights& weights,
                                                     const LayerOptions& options) {
   std::unique_ptr<StagingDevice> device;
-  attempt_together(world.fabric(), [&] { device = make_staging_device(options.device); });
-  const SharedBy shared_by = options.pre_sum_per_host ? SharedBy::kHost : SharedBy::kRank;
-  return make_staged_layer(world, spec, weights, options, std::move(device), Backend::kCuda,
-                           kMostRows, shared_by);
+  attempt_together(world.fabric(), [&] { device = make_staging_device(options.cuda.device); });
+  return make_staged_layer(world, spec, weights, options, std::move(device));
 }
 
 }  // namespace gpu

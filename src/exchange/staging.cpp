@@ -7,11 +7,11 @@
 #include <utility>
 #include <vector>
 
+#include "base/mapping.h"
 #include "exchange/call.h"
 #include "exchange/staged_calls.h"
 #include "fabric/collective.h"
 #include "fabric/fabric.h"
-#include "fabric/mapping.h"
 #include "layer/failure.h"
 #include "switchyard/error.h"
 

@@ -8,9 +8,9 @@
 #include <cstdint>
 #include <memory>
 
+#include "base/mapping.h"
 #include "base/unique_fd.h"
 #include "exchange/engine.h"
-#include "fabric/mapping.h"
 
 namespace switchyard {
 
@@ -62,11 +62,6 @@ class StagingDevice {
   void to_device(void* to, std::size_t to_pitch, const std::byte* from, std::size_t from_pitch,
                  const Rows& rows) {
     enqueue_to_device(to, to_pitch, from, from_pitch, rows);
-    await_stream();
-  }
-  void on_device(void* to, std::size_t to_pitch, const void* from, std::size_t from_pitch,
-                 const Rows& rows) {
-    enqueue_on_device(to, to_pitch, from, from_pitch, rows);
     await_stream();
   }
 

@@ -3,7 +3,6 @@
 #include <fcntl.h>
 #include <fmt/core.h>
 #include <poll.h>
-#include <sys/random.h>
 #include <sys/socket.h>
 #include <sys/time.h>
 #include <sys/un.h>
@@ -55,9 +54,7 @@ Clock::time_point retry_time(Clock::time_point until) {
 // Returns a number by which frames of different worlds can be told apart. It is never 0.
 std::uint64_t random_world() {
   std::uint64_t number = 0;
-  if (::getrandom(&number, sizeof number, 0) != static_cast<ssize_t>(sizeof number)) {
-    throw_errno("cannot read random bytes for a new world");
-  }
+  fill_random(&number, sizeof number, "a new world");
   return number | 1;
 }
 

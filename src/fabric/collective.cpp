@@ -37,6 +37,18 @@ void require_same_call(std::span<const Call> by_rank) {
                           describe(by_rank.front()), other - by_rank.begin(), describe(*other)));
 }
 
+void require_same_bytes(Fabric& fabric, std::uint64_t bytes) {
+  std::vector<Call> calls;
+  for (const std::uint64_t theirs : gather(fabric, bytes)) {
+    calls.push_back({CallKind::kAllocate, theirs});
+  }
+  require_same_call(calls);
+  if (bytes == 0) {
+    throw Error(ErrorCode::kInvalidArgument,
+                "a symmetric segment of 0 bytes was asked for; ask for at least 1");
+  }
+}
+
 void require_gather_space(std::size_t mine_bytes, std::size_t all_bytes, int size) {
   if (all_bytes == static_cast<std::size_t>(size) * mine_bytes) return;
   throw Error(

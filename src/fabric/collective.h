@@ -31,6 +31,10 @@ struct Call {
 // Throws Error{kSpecMismatch} naming a rank that differs from rank 0, if there is one.
 void require_same_call(std::span<const Call> by_rank);
 
+// Collective. Throws what require_same_call() does for allocations of so many bytes, and
+// Error{kInvalidArgument} for none.
+void require_same_bytes(Fabric& fabric, std::uint64_t bytes);
+
 // Throws Error{kInvalidArgument} unless all_bytes == size * mine_bytes.
 void require_gather_space(std::size_t mine_bytes, std::size_t all_bytes, int size);
 

@@ -2,7 +2,6 @@
 
 #include <fmt/core.h>
 #include <poll.h>
-#include <sys/mman.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -17,6 +16,7 @@
 #include <optional>
 #include <utility>
 
+#include "base/mapping.h"
 #include "fabric/collective.h"
 #include "fabric/environment.h"
 #include "fabric/handshake.h"
@@ -31,49 +31,9 @@
 namespace switchyard {
 namespace {
 
-std::size_t page_size() { return static_cast<std::size_t>(::sysconf(_SC_PAGESIZE)); }
-
-// Stands for the heap of a rank of another host. Only its Control is memory; a store behind it, of
-// code that forgot to ask, ends the process at once.
-class Mirror {
- public:
-  explicit Mirror(std::size_t bytes)
-      : bytes_((bytes + page_size() - 1) / page_size() * page_size()) {
-    void* const memory =
-        ::mmap(nullptr, bytes_, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (memory == MAP_FAILED) refuse();
-    data_ = static_cast<std::byte*>(memory);
-    const std::size_t control =
-        (sizeof(protocol::Control) + page_size() - 1) / page_size() * page_size();
-    if (::mprotect(data_, std::min(control, bytes_), PROT_READ | PROT_WRITE) != 0) {
-      ::munmap(data_, bytes_);
-      refuse();
-    }
-  }
-  Mirror(Mirror&& other) noexcept
-      : data_(std::exchange(other.data_, nullptr)), bytes_(other.bytes_) {}
-  Mirror& operator=(Mirror&&) = delete;
-  ~Mirror() {
-    if (data_ != nullptr) ::munmap(data_, bytes_);
-  }
-
-  std::byte* data() const { return data_; }
-
- private:
-  [[noreturn]] void refuse() const {
-    throw Error(ErrorCode::kCapacityExceeded,
-                fmt::format("cannot reserve {} bytes of addresses for the heap of another host's "
-                            "rank: {}; raise `ulimit -v`",
-                            bytes_, errno_text(errno)));
-  }
-
-  std::byte* data_ = nullptr;
-  std::size_t bytes_;
-};
-
 class HostsSegment final : public SymmetricSegment {
  public:
-  HostsSegment(std::shared_ptr<SymmetricSegment> host, std::vector<Mirror> mirrors,
+  HostsSegment(std::shared_ptr<SymmetricSegment> host, std::vector<Mapping> mirrors,
                std::vector<std::byte*> bases, std::shared_ptr<network::Proxy> proxy)
       : host_(std::move(host)), mirrors_(std::move(mirrors)) {
     bytes_ = host_->bytes();
@@ -84,7 +44,7 @@ class HostsSegment final : public SymmetricSegment {
 
  private:
   std::shared_ptr<SymmetricSegment> host_;
-  std::vector<Mirror> mirrors_;
+  std::vector<Mapping> mirrors_;
   std::unique_ptr<network::RemoteHeap> remote_;  // last: it uses the memory until it is gone
 };
 
@@ -164,13 +124,9 @@ class HostsFabric final : public Fabric {
   }
 
   std::shared_ptr<SymmetricSegment> allocate_heap(std::size_t bytes) override {
-    std::vector<Call> calls;
-    for (const std::uint64_t theirs : gather<std::uint64_t>(*world_, bytes)) {
-      calls.push_back({CallKind::kAllocate, theirs});
-    }
-    require_same_call(calls);
+    require_same_bytes(*world_, bytes);
     std::shared_ptr<SymmetricSegment> here;
-    std::vector<Mirror> mirrors;
+    std::vector<Mapping> mirrors;
     std::vector<std::byte*> bases(static_cast<std::size_t>(size()));
     std::shared_ptr<SymmetricSegment> segment;
     attempt_together(*world_, [&] {
@@ -180,7 +136,9 @@ class HostsFabric final : public Fabric {
         if (hosts_.same_host(r, rank())) {
           bases[i] = here->base(hosts_.local_index(r));
         } else {
-          mirrors.emplace_back(bytes);
+          // Only the other rank's Control is memory here. A store behind it, of code that forgot
+          // to ask, ends the process at once.
+          mirrors.push_back(Mapping::reserved(bytes, sizeof(protocol::Control)));
           bases[i] = mirrors.back().data();
         }
       }

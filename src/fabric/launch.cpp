@@ -6,7 +6,6 @@
 #include <sched.h>
 #include <signal.h>
 #include <sys/prctl.h>
-#include <sys/random.h>
 #include <sys/signalfd.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -172,9 +171,7 @@ class LabelledOutput {
 
 std::string random_digits() {
   std::array<unsigned char, 16> bytes;
-  if (::getrandom(bytes.data(), bytes.size(), 0) != static_cast<ssize_t>(bytes.size())) {
-    throw_errno("cannot read random bytes for the rendezvous");
-  }
+  fill_random(bytes.data(), bytes.size(), "the rendezvous");
   std::string digits;
   for (const unsigned char byte : bytes) digits += fmt::format("{:02x}", byte);
   return digits;

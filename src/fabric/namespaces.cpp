@@ -2,7 +2,6 @@
 
 #include <fcntl.h>
 #include <fmt/core.h>
-#include <sched.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -85,27 +84,5 @@ void NetworkNamespaces::remove() const noexcept {
 }
 
 std::string NetworkNamespaces::ip(int host) const { return fmt::format("10.77.0.{}", host + 1); }
-
-void NetworkNamespaces::enter(int host) const {
-  if (::setns(fd(host), CLONE_NEWNET) != 0) throw_errno("cannot enter a network namespace");
-}
-
-void NetworkNamespaces::set_connected(int host, bool connected) const {
-  const Outcome outcome =
-      run(fmt::format("ip -n {} link set p{} {}", bridge_, host, connected ? "up" : "down"));
-  if (outcome.status != 0) {
-    throw Error(ErrorCode::kSystem, fmt::format("cannot set a link: {}", printable(outcome.text)));
-  }
-}
-
-void NetworkNamespaces::cut_path(int from, int to) const {
-  // Frames go to an address that no card has, so nobody takes them.
-  const Outcome outcome =
-      run(fmt::format("ip -n {} neigh replace {} lladdr 02:00:00:00:00:01 dev eth0 nud permanent",
-                      name(from), ip(to)));
-  if (outcome.status != 0) {
-    throw Error(ErrorCode::kSystem, fmt::format("cannot cut a path: {}", printable(outcome.text)));
-  }
-}
 
 }  // namespace switchyard

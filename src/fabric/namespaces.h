@@ -24,15 +24,11 @@ class NetworkNamespaces {
 
   int size() const { return static_cast<int>(entrances_.size()); }
   std::string ip(int host) const;
+  // The names of the bridge's namespace and of a host's.
+  const std::string& bridge() const { return bridge_; }
   const std::string& name(int host) const { return names_[static_cast<std::size_t>(host)]; }
   // The descriptor for setns(), which a forked child may call before exec.
   int fd(int host) const { return entrances_[static_cast<std::size_t>(host)].get(); }
-  // Moves the calling thread into the host. Throws Error{kSystem}.
-  void enter(int host) const;
-  // Takes the host's cable out, or puts it in again. Throws Error{kSystem}.
-  void set_connected(int host, bool connected) const;
-  // From now on nothing that one host sends to the other arrives. Throws Error{kSystem}.
-  void cut_path(int from, int to) const;
 
  private:
   void remove() const noexcept;

@@ -250,9 +250,11 @@ UniqueFd listen_tcp(const std::string& like, int port) {
   UniqueFd listener(
       ::socket(v6 ? AF_INET6 : AF_INET, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
   if (!listener) throw_errno("cannot create a TCP socket for the other ranks");
-  const int on = 1;
+  const int on = 1, off = 0;
   // A world that was made here a moment ago does not keep the port.
   ::setsockopt(listener.get(), SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
+  // The socket takes IPv4's addresses, too.
+  if (v6) ::setsockopt(listener.get(), IPPROTO_IPV6, IPV6_V6ONLY, &off, sizeof off);
   sockaddr_storage address{};
   socklen_t length = 0;
   if (v6) {

@@ -12,6 +12,7 @@
 #include <limits>
 #include <utility>
 
+#include "base/mapping.h"
 #include "base/posix.h"
 #include "fabric/bootstrap.h"
 #include "fabric/collective.h"
@@ -19,7 +20,6 @@
 #include "fabric/fabric.h"
 #include "fabric/hosts_fabric.h"
 #include "fabric/launch_report.h"
-#include "fabric/mapping.h"
 #include "switchyard/error.h"
 #include "switchyard/world.h"
 
@@ -94,7 +94,7 @@ class Processes final : public ProcessFabric {
   std::vector<UniqueFd> exchange_fds(int fd) override { return bootstrap_.exchange_fds(fd); }
 
   std::shared_ptr<SymmetricSegment> allocate(std::size_t bytes) override {
-    require_same_bytes(bytes);
+    require_same_bytes(*this, bytes);
     UniqueFd file;
     attempt_together(*this, [&] { file = make_memory_file(bytes); });
 
@@ -113,17 +113,6 @@ class Processes final : public ProcessFabric {
   }
 
  private:
-  void require_same_bytes(std::size_t bytes) {
-    std::vector<Call> calls;
-    for (const std::uint64_t theirs : gather<std::uint64_t>(*this, bytes))
-      calls.push_back({CallKind::kAllocate, theirs});
-    require_same_call(calls);
-    if (bytes == 0) {
-      throw Error(ErrorCode::kInvalidArgument,
-                  "a symmetric segment of 0 bytes was asked for; ask for at least 1");
-    }
-  }
-
   Bootstrap bootstrap_;
 };
 

@@ -7,10 +7,10 @@
 #include <optional>
 #include <utility>
 
+#include "base/mapping.h"
 #include "base/posix.h"
 #include "fabric/collective.h"
 #include "fabric/fabric.h"
-#include "fabric/mapping.h"
 #include "network/network.h"
 #include "switchyard/error.h"
 #include "switchyard/world.h"

@@ -2,20 +2,15 @@
 
 #include <fmt/core.h>
 
-#include <span>
 #include <string>
 #include <string_view>
-#include <type_traits>
-#include <vector>
 
+#include "fabric/agreement.h"
 #include "fabric/hash.h"
-#include "switchyard/error.h"
 
 namespace switchyard {
 
 namespace {
-
-static_assert(std::is_trivially_copyable_v<Declaration>, "it travels as its bytes");
 
 const char* name_of(RoutingMethod method) {
   switch (method) {
@@ -49,64 +44,6 @@ const char* name_of(CapacityRule rule) {
   return "unknown";
 }
 
-// A field's value as a user knows it.
-template <typename T>
-auto shown(const T& value) {
-  if constexpr (std::is_same_v<T, DType>) {
-    return to_string(value);
-  } else if constexpr (std::is_enum_v<T>) {
-    return name_of(value);
-  } else {
-    return value;
-  }
-}
-
-// The first field in which two declarations differ, as "name: a here, b there"; empty if none.
-std::string difference(const Declaration& here, const Declaration& there) {
-  std::string found;
-  const auto compare = [&found](const char* name, const auto& a, const auto& b) {
-    if (!found.empty() || a == b) return;
-    found = fmt::format("{}: {} here, {} there", name, shown(a), shown(b));
-  };
-#define SWITCHYARD_COMPARE(field) compare(#field, here.field, there.field)
-  SWITCHYARD_COMPARE(spec.hidden);
-  SWITCHYARD_COMPARE(spec.intermediate);
-  SWITCHYARD_COMPARE(spec.num_experts);
-  SWITCHYARD_COMPARE(spec.top_k);
-  // The kind and whether it is gated, e.g. "swiglu".
-  compare("spec.activation", std::string_view(name_of(here.spec.activation)),
-          std::string_view(name_of(there.spec.activation)));
-  SWITCHYARD_COMPARE(spec.activation.alpha);
-  SWITCHYARD_COMPARE(spec.activation.limit);
-  SWITCHYARD_COMPARE(spec.activation.up_bias);
-  SWITCHYARD_COMPARE(spec.routing.method);
-  SWITCHYARD_COMPARE(spec.routing.score);
-  SWITCHYARD_COMPARE(spec.routing.top_k_before_score);
-  SWITCHYARD_COMPARE(spec.routing.renormalize);
-  SWITCHYARD_COMPARE(spec.routing.renormalize_epsilon);
-  SWITCHYARD_COMPARE(spec.routing.has_correction_bias);
-  SWITCHYARD_COMPARE(spec.routing.num_groups);
-  SWITCHYARD_COMPARE(spec.routing.top_k_groups);
-  SWITCHYARD_COMPARE(spec.routing.group_score);
-  SWITCHYARD_COMPARE(spec.routing.scale);
-  SWITCHYARD_COMPARE(spec.routing.jitter_eps);
-  SWITCHYARD_COMPARE(spec.router_bias);
-  SWITCHYARD_COMPARE(spec.expert_bias);
-  SWITCHYARD_COMPARE(spec.shared_intermediate);
-  SWITCHYARD_COMPARE(spec.shared_sigmoid_gate);
-  SWITCHYARD_COMPARE(spec.weight_on_input);
-  SWITCHYARD_COMPARE(spec.capacity_factor);
-  SWITCHYARD_COMPARE(spec.capacity_rule);
-  SWITCHYARD_COMPARE(max_tokens);
-  SWITCHYARD_COMPARE(compute);
-  SWITCHYARD_COMPARE(pre_sum_per_host);
-  if (found.empty() && here.placement != there.placement) {
-    found = "placement: another table of experts here than there";
-  }
-#undef SWITCHYARD_COMPARE
-  return found;
-}
-
 }  // namespace
 
 std::uint64_t summary_of(const ExpertPlacement& placement) {
@@ -117,28 +54,49 @@ std::uint64_t summary_of(const ExpertPlacement& placement) {
          1;
 }
 
+std::string table_of(std::uint64_t summary) {
+  return summary == 0 ? "none" : fmt::format("table {:016x}", summary);
+}
+
 void agree_on_placement(Fabric& fabric, const ExpertPlacement& mine) {
-  const std::vector<std::uint64_t> all = gather(fabric, summary_of(mine));
-  for (std::size_t r = 0; r < all.size(); ++r) {
-    if (all[r] == summary_of(mine)) continue;
-    throw Error(ErrorCode::kSpecMismatch,
-                fmt::format("rank {} and rank {} disagree on the placement of experts; give every "
-                            "rank the same table",
-                            fabric.rank(), r));
-  }
+  agree(fabric, {{"the placement of experts", table_of(summary_of(mine))}},
+        "give every rank the same table");
 }
 
 void agree(Fabric& fabric, const Declaration& mine) {
-  const std::vector<Declaration> all = gather(fabric, mine);
-  for (int r = 0; r < fabric.size(); ++r) {
-    const std::string found = difference(mine, all[static_cast<std::size_t>(r)]);
-    if (!found.empty()) {
-      throw Error(ErrorCode::kSpecMismatch,
-                  fmt::format("rank {} and rank {} disagree on {}; give every rank the same layer "
-                              "and limits",
-                              fabric.rank(), r, found));
-    }
-  }
+  agree(fabric,
+        {{"spec.hidden", mine.spec.hidden},
+         {"spec.intermediate", mine.spec.intermediate},
+         {"spec.num_experts", mine.spec.num_experts},
+         {"spec.top_k", mine.spec.top_k},
+         // The kind and whether it is gated, e.g. "swiglu".
+         {"spec.activation", name_of(mine.spec.activation)},
+         {"spec.activation.alpha", mine.spec.activation.alpha},
+         {"spec.activation.limit", mine.spec.activation.limit},
+         {"spec.activation.up_bias", mine.spec.activation.up_bias},
+         {"spec.routing.method", name_of(mine.spec.routing.method)},
+         {"spec.routing.score", name_of(mine.spec.routing.score)},
+         {"spec.routing.top_k_before_score", mine.spec.routing.top_k_before_score},
+         {"spec.routing.renormalize", mine.spec.routing.renormalize},
+         {"spec.routing.renormalize_epsilon", mine.spec.routing.renormalize_epsilon},
+         {"spec.routing.has_correction_bias", mine.spec.routing.has_correction_bias},
+         {"spec.routing.num_groups", mine.spec.routing.num_groups},
+         {"spec.routing.top_k_groups", mine.spec.routing.top_k_groups},
+         {"spec.routing.group_score", name_of(mine.spec.routing.group_score)},
+         {"spec.routing.scale", mine.spec.routing.scale},
+         {"spec.routing.jitter_eps", mine.spec.routing.jitter_eps},
+         {"spec.router_bias", mine.spec.router_bias},
+         {"spec.expert_bias", mine.spec.expert_bias},
+         {"spec.shared_intermediate", mine.spec.shared_intermediate},
+         {"spec.shared_sigmoid_gate", mine.spec.shared_sigmoid_gate},
+         {"spec.weight_on_input", mine.spec.weight_on_input},
+         {"spec.capacity_factor", mine.spec.capacity_factor},
+         {"spec.capacity_rule", name_of(mine.spec.capacity_rule)},
+         {"max_tokens", mine.max_tokens},
+         {"compute", to_string(mine.compute)},
+         {"pre_sum_per_host", mine.pre_sum_per_host},
+         {"placement", table_of(mine.placement)}},
+        "give every rank the same layer and limits");
 }
 
 }  // namespace switchyard

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <string>
 
 #include "fabric/fabric.h"
 #include "switchyard/layer_spec.h"
@@ -21,6 +22,8 @@ struct Declaration {
 
 // A number that is the same for equal placements, and hardly ever for others; 0 for none.
 std::uint64_t summary_of(const ExpertPlacement& placement);
+// Messages name a table by this text.
+std::string table_of(std::uint64_t summary);
 // Collective. Like agree(), for placements only.
 void agree_on_placement(Fabric& fabric, const ExpertPlacement& mine);
 

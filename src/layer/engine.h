@@ -26,21 +26,20 @@ class LayerEngine {
   // Null: the placement stays.
   virtual void rebind(const MoeWeights& weights, const ExpertPlacement* placement) = 0;
   virtual const ForwardStats& stats() = 0;
-  virtual Recording recording() = 0;  // only with LayerOptions::recorded_steps
+  virtual Recording recording() = 0;  // only with Diagnostics::recorded_steps
   virtual bool records() const = 0;
-  virtual PassTrace trace() = 0;  // only with LayerOptions::trace
+  virtual PassTrace trace() = 0;  // only with Diagnostics::trace
   virtual bool traces() const = 0;
   virtual const LayerSpec& spec() const = 0;
   virtual Backend backend() const = 0;
   virtual DType compute() const = 0;
   virtual int num_threads() const = 0;
   virtual std::uint64_t workspace_bytes() const = 0;
-  virtual std::shared_ptr<PassMemory> memory() const = 0;
 };
 
 // MoeLayer has checked the options by themselves and against the machine; spec and weights, and the
-// options against them, are the engine's to check. `memory`: of LayerOptions::workspace or
-// share_memory_with, and of this backend and world; or null, for memory of the layer's own.
+// options against them, are the engine's to check. `memory`: of LayerOptions::workspace, and of
+// this backend and world; or null, for memory of the layer's own.
 namespace cpu {
 std::unique_ptr<LayerEngine> make_engine(const World& world, const LayerSpec& spec,
                                          const MoeWeights& weights, const LayerOptions& options,
@@ -48,13 +47,13 @@ std::unique_ptr<LayerEngine> make_engine(const World& world, const LayerSpec& sp
 }
 
 namespace gpu {
-// The device that runs the layer: LayerOptions::device, or the current one. Throws
+// The device that runs the layer: CudaOptions::device, or the current one. Throws
 // Error{kUnsupported} for one that the kernels do not run on, {kInvalidArgument} for more
 // reserved_sms than it has.
 int choose_device(const LayerOptions& options);
 
-// `options.device` is a device, not -1; it need not be the current one. Throws Error{kUnsupported}
-// in a build without CUDA.
+// `options.cuda.device` is a device, not -1; it need not be the current one. Throws
+// Error{kUnsupported} in a build without CUDA.
 std::unique_ptr<LayerEngine> make_engine(const World& world, const LayerSpec& spec,
                                          const MoeWeights& weights, const LayerOptions& options,
                                          std::shared_ptr<PassMemory> memory);

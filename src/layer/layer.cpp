@@ -4,7 +4,6 @@
 #include <fmt/core.h>
 
 #include "base/limits.h"
-#include "base/names.h"
 #include "base/posix.h"
 #include "fabric/fabric.h"
 #include "layer/compute.h"
@@ -47,10 +46,10 @@ void check_schedule(const Schedule& schedule) {
 
 void check_options(const LayerOptions& options) {
   require_max_tokens(options.max_tokens);
-  require_threads(options.num_threads);
-  require_device(options.device);
-  require_sms("reserved_sms", options.reserved_sms);
-  require_within("recorded_steps", options.recorded_steps, 0, kMostRecordedSteps,
+  require_threads(options.cpu.num_threads);
+  require_device(options.cuda.device);
+  require_sms("reserved_sms", options.cuda.reserved_sms);
+  require_within("recorded_steps", options.diagnostics.recorded_steps, 0, kMostRecordedSteps,
                  " (0: nothing is recorded)");
   if (options.bad_ids > BadIds::kSkip) {
     refuse(fmt::format("bad_ids is {}; use BadIds::kRaise or BadIds::kSkip",
@@ -62,103 +61,70 @@ void check_options(const LayerOptions& options) {
                        options.patience->count()));
   }
   if (options.compute) check_compute_type(*options.compute);
-  check_schedule(options.schedule);
-  if (options.table != nullptr && options.schedule != Schedule{}) {
-    refuse(
-        "both a table and a schedule are given, and each tells how work is cut; leave out one of "
-        "them");
-  }
+  check_schedule(options.cuda.schedule);
 }
 
 void check_cpu_options(const LayerOptions& options) {
-  if (options.slow_role) {
+  if (options.diagnostics.slow_role) {
     refuse("slow_role is set, but the backend is cpu; use on_step, or Backend::kCuda");
   }
-  if (options.device != -1) {
+  const auto refuse_set = [](const std::string& set, const char* value) {
     refuse(
-        fmt::format("device is {}, but the backend is cpu; use Backend::kCuda, or leave it at "
-                    "-1",
-                    options.device));
+        fmt::format("{}, but the backend is cpu; use Backend::kCuda, or leave it {}", set, value));
+  };
+  const CudaOptions& cuda = options.cuda;
+  if (cuda.device != -1) refuse_set(fmt::format("device is {}", cuda.device), "at -1");
+  if (cuda.reserved_sms != 0) {
+    refuse_set(fmt::format("reserved_sms is {}", cuda.reserved_sms), "at 0");
   }
-  if (options.reserved_sms != 0) {
-    refuse(
-        fmt::format("reserved_sms is {}, but the backend is cpu; use Backend::kCuda, or leave "
-                    "it at 0",
-                    options.reserved_sms));
-  }
-  if (options.schedule != Schedule{}) {
-    refuse(
-        "schedule is set, but the backend is cpu, which has one; use Backend::kCuda, or leave it "
-        "empty");
-  }
-  if (options.table != nullptr) {
-    refuse(
-        "a table is given, but the backend is cpu, which has one schedule; use Backend::kCuda, or "
-        "leave it out");
-  }
-  if (!options.cooperative_launch) {
-    refuse(
-        "cooperative_launch is false, but the backend is cpu; use Backend::kCuda, or leave it "
-        "true");
-  }
+  if (cuda.schedule != Schedule{}) refuse_set("schedule is set", "empty");
+  if (!cuda.cooperative_launch) refuse_set("cooperative_launch is false", "true");
 }
 
 void check_cuda_options(const LayerOptions& options) {
-  if (options.num_threads != 0) {
+  if (options.cpu.num_threads != 0) {
     refuse(fmt::format("num_threads is {}, but the backend is cuda, which has none; leave it at 0",
-                       options.num_threads));
+                       options.cpu.num_threads));
   }
-  if (options.on_step) {
+  if (options.diagnostics.on_step) {
     refuse(
         "on_step is set, but the backend is cuda, whose steps are on the device; leave it empty");
   }
-  if (options.slow_role && !options.trace) {
+  if (options.diagnostics.slow_role && !options.diagnostics.trace) {
     refuse("slow_role is set, but only kernels that trace are slow when told to; set trace, too");
   }
 }
 
-// Returns the memory of the workspace's slot, or of the layer that is shared with; null if the
-// layer gets its own.
+// Returns the memory of the workspace's slot; null if there is no workspace, and the layer gets its
+// own.
 std::shared_ptr<PassMemory> memory_for(const World& world, const LayerOptions& options,
-                                       const std::vector<std::shared_ptr<PassMemory>>* slots,
-                                       const LayerEngine* sharing) {
-  if (slots != nullptr && sharing != nullptr) {
-    refuse("workspace and share_memory_with are both set; a layer works in one memory");
+                                       const std::vector<std::shared_ptr<PassMemory>>* slots) {
+  const int slot = options.workspace_slot;
+  if (slots == nullptr) {
+    if (slot == 0) return nullptr;
+    refuse(
+        fmt::format("workspace_slot is {}, but there is no workspace; set workspace, too", slot));
   }
-  if (slots == nullptr && options.workspace_slot != 0) {
-    refuse(fmt::format("workspace_slot is {}, but there is no workspace; set workspace, too",
-                       options.workspace_slot));
+  if (slot < 0 || slot >= static_cast<int>(slots->size())) {
+    refuse(fmt::format("workspace_slot is {}; the workspace has slots 0 to {}", slot,
+                       slots->size() - 1));
   }
-  std::shared_ptr<PassMemory> memory;
-  const char* name = "share_memory_with";
-  if (slots != nullptr) {
-    const int slot = options.workspace_slot;
-    if (slot < 0 || slot >= static_cast<int>(slots->size())) {
-      refuse(fmt::format("workspace_slot is {}; the workspace has slots 0 to {}", slot,
-                         slots->size() - 1));
-    }
-    memory = (*slots)[static_cast<std::size_t>(slot)];
-    name = "workspace";
-  } else if (sharing != nullptr) {
-    memory = sharing->memory();
-  }
-  if (memory == nullptr) return nullptr;
+  std::shared_ptr<PassMemory> memory = (*slots)[static_cast<std::size_t>(slot)];
   if (memory->backend() != options.backend) {
-    refuse(fmt::format("{} is of the {} backend, and the layer of the {} one; use the same", name,
+    refuse(fmt::format("workspace is of the {} backend, and the layer of the {} one; use the same",
                        to_string(memory->backend()), to_string(options.backend)));
   }
   if (&memory->world().fabric() != &world.fabric()) {
-    refuse(fmt::format("{} is of another world; make both with the same one", name));
+    refuse("workspace is of another world; make both with the same one");
   }
   return memory;
 }
 
 std::unique_ptr<LayerEngine> make_engine(const World& world, const LayerSpec& spec,
                                          const MoeWeights& weights, LayerOptions options,
-                                         const std::vector<std::shared_ptr<PassMemory>>* slots,
-                                         const LayerEngine* sharing) {
+                                         const std::vector<std::shared_ptr<PassMemory>>* slots) {
   check_options(options);
-  std::shared_ptr<PassMemory> memory = memory_for(world, options, slots, sharing);
+  std::shared_ptr<PassMemory> memory = memory_for(world, options, slots);
   options.deadline =
       options.deadline.count() == 0 ? world.deadline() : checked_deadline(options.deadline);
   switch (options.backend) {
@@ -167,7 +133,7 @@ std::unique_ptr<LayerEngine> make_engine(const World& world, const LayerSpec& sp
       return cpu::make_engine(world, spec, weights, options, std::move(memory));
     case Backend::kCuda:
       check_cuda_options(options);
-      options.device = gpu::choose_device(options);
+      options.cuda.device = gpu::choose_device(options);
       if (world.fabric().proxy() != nullptr) {
         return gpu::make_engine_over_hosts(world, spec, weights, options);
       }
@@ -182,8 +148,6 @@ void require_whole(const MoeWeights& weights) { MappedWeights(weights).require_w
 
 }  // namespace
 
-std::string layer_kernel_name(DType compute) { return std::string("layer_") + short_name(compute); }
-
 const char* to_string(Backend backend) {
   switch (backend) {
     case Backend::kCpu:
@@ -196,11 +160,9 @@ const char* to_string(Backend backend) {
 
 MoeLayer::MoeLayer(const World& world, const LayerSpec& spec, const MoeWeights& weights,
                    const LayerOptions& options)
-    : engine_(make_engine(
-          world, spec, weights, options,
-          options.workspace == nullptr ? nullptr : &options.workspace->state_->slots,
-          options.share_memory_with == nullptr ? nullptr
-                                               : options.share_memory_with->engine_.get())) {
+    : engine_(
+          make_engine(world, spec, weights, options,
+                      options.workspace == nullptr ? nullptr : &options.workspace->state_->slots)) {
   require_whole(weights);
 }
 MoeLayer::~MoeLayer() { leave_inherited(engine_); }

@@ -18,8 +18,8 @@ std::uint64_t agree_on_memory(Fabric& fabric, const PassMemory* given) {
   for (std::size_t r = 1; r < ids.size(); ++r) {
     if ((ids[0] & 1) == (ids[r] & 1) && (ids[0] == ids[r] || (ids[0] & 1) == 0)) continue;
     throw Error(ErrorCode::kSpecMismatch,
-                fmt::format("rank 0 and rank {} do not work in the same memory; give workspace, "
-                            "workspace_slot and share_memory_with alike on all ranks",
+                fmt::format("rank 0 and rank {} do not work in the same memory; give workspace and "
+                            "workspace_slot alike on all ranks",
                             r));
   }
   return ids[0] >> 1;

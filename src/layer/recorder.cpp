@@ -6,7 +6,7 @@ namespace switchyard {
 
 Recording empty_recording(const LayerSpec& spec, const LayerOptions& options, const World& world) {
   Recording recording;
-  recording.layer = options.name;
+  recording.layer = options.diagnostics.name;
   recording.rank = world.rank();
   recording.num_ranks = world.size();
   recording.num_experts = spec.num_experts;

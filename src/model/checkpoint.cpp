@@ -1,3 +1,5 @@
+#include "switchyard/checkpoint.h"
+
 #include <fmt/core.h>
 #include <sys/stat.h>
 

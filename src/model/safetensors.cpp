@@ -28,8 +28,6 @@ static_assert(std::endian::native == std::endian::little, "safetensors data is l
 constexpr std::uint64_t kLengthBytes = 8;
 // The reference implementation's limit.
 constexpr std::uint64_t kMaxHeaderBytes = 100'000'000;
-// A cache line, so that views of the first tensor are aligned for any vector load.
-constexpr std::uint64_t kDataAlignment = 64;
 
 struct DTypeName {
   std::string_view name;
@@ -145,8 +143,6 @@ void require_tiling(const std::vector<TensorInfo>& tensors, std::uint64_t data_b
                                  position, data_bytes));
 }
 
-std::string json_string(const std::string& text) { return Json(text).dump({.ascii = true}); }
-
 }  // namespace
 
 std::optional<DType> dtype_from_name(std::string_view name) {
@@ -158,6 +154,12 @@ const char* safetensors_name(DType dtype) {
   for (const DTypeName& entry : kDTypes)
     if (entry.dtype == dtype) return entry.name.data();
   return "unknown";
+}
+
+std::optional<std::uint64_t> tensor_bytes(std::string_view dtype,
+                                          const std::vector<std::int64_t>& shape) {
+  const DTypeName* known = find_dtype(dtype);
+  return known == nullptr ? std::nullopt : byte_size(shape, known->bits);
 }
 
 SafetensorsHeader parse_safetensors_header(std::span<const std::byte> prefix,
@@ -231,18 +233,6 @@ std::map<std::string, std::string> parse_safetensors_index(std::string_view json
   return weight_map;
 }
 
-std::string safetensors_index_json(const std::map<std::string, std::string>& weight_map,
-                                   std::uint64_t total_bytes) {
-  std::string text =
-      fmt::format("{{\n  \"metadata\": {{\"total_size\": {}}},\n  \"weight_map\": {{", total_bytes);
-  const char* separator = "\n";
-  for (const auto& [name, file] : weight_map) {
-    text += fmt::format("{}    {}: {}", separator, json_string(name), json_string(file));
-    separator = ",\n";
-  }
-  return text + "\n  }\n}\n";
-}
-
 std::shared_ptr<const SafetensorsFile> SafetensorsFile::open(const std::filesystem::path& path) {
   std::shared_ptr<SafetensorsFile> file(new SafetensorsFile);
   file->mapping_ = MappedFile::map(path);
@@ -270,150 +260,6 @@ void SafetensorsFile::will_need(const TensorInfo& tensor) const {
   // This is only a hint: a kernel that refuses it still reads the pages when they are touched.
   ::madvise(reinterpret_cast<void*>(aligned),
             static_cast<std::size_t>(begin + tensor.bytes() - aligned), MADV_WILLNEED);
-}
-
-SafetensorsWriter::SafetensorsWriter(const std::filesystem::path& path,
-                                     std::vector<TensorInfo> tensors,
-                                     const std::map<std::string, std::string>& metadata)
-    : file_(path) {
-  std::string header = "{";
-  const char* separator = "";
-  if (!metadata.empty()) {
-    header += "\"__metadata__\":{";
-    for (const auto& [key, value] : metadata) {
-      header += fmt::format("{}{}:{}", separator, json_string(key), json_string(value));
-      separator = ",";
-    }
-    header += "}";
-  }
-  for (TensorInfo& tensor : tensors) {
-    const DTypeName* dtype = find_dtype(tensor.dtype);
-    const std::optional<std::uint64_t> bytes =
-        dtype ? byte_size(tensor.shape, dtype->bits) : std::nullopt;
-    if (!bytes)
-      throw Error(
-          ErrorCode::kInvalidArgument,
-          fmt::format("cannot write tensor '{}' of dtype {} and shape [{}]; give it a known "
-                      "dtype and a smaller shape",
-                      printable(tensor.name), printable(tensor.dtype), join(tensor.shape, ", ")));
-    tensor.begin = announced_;
-    announced_ += *bytes;
-    tensor.end = announced_;
-    header += fmt::format("{}{}:{{\"dtype\":\"{}\",\"shape\":[{}],\"data_offsets\":[{},{}]}}",
-                          separator, json_string(tensor.name), tensor.dtype,
-                          join(tensor.shape, ","), tensor.begin, tensor.end);
-    separator = ",";
-  }
-  header += "}";
-  while ((kLengthBytes + header.size()) % kDataAlignment != 0) header += ' ';
-
-  const std::uint64_t length = header.size();
-  std::array<std::byte, kLengthBytes> length_bytes;
-  std::memcpy(length_bytes.data(), &length, kLengthBytes);
-  file_.write(length_bytes);
-  file_.write(std::as_bytes(std::span(header)));
-}
-
-void SafetensorsWriter::append(std::span<const std::byte> piece) {
-  if (piece.size() > announced_ - appended_)
-    throw Error(
-        ErrorCode::kInvalidArgument,
-        fmt::format("{}: {} bytes appended to a file announced as {}; announce every tensor",
-                    printable(file_.path()), appended_ + piece.size(), announced_));
-  file_.write(piece);
-  appended_ += piece.size();
-}
-
-void SafetensorsWriter::finish() {
-  if (appended_ != announced_)
-    throw Error(ErrorCode::kInvalidArgument,
-                fmt::format("{}: finished after {} of {} announced bytes; append the rest",
-                            printable(file_.path()), appended_, announced_));
-  file_.finish();
-}
-
-OwnedMatrix read_matrix(const std::filesystem::path& path, const std::string& name) {
-  return read_matrix(SafetensorsFile::open(path), name);
-}
-
-OwnedMatrix read_matrix(const std::shared_ptr<const SafetensorsFile>& file,
-                        const std::string& name) {
-  const std::filesystem::path& path = file->path();
-  file->mapping().require_size();
-  const std::vector<TensorInfo>& tensors = file->header().tensors;
-  const TensorInfo* tensor = nullptr;
-  if (!name.empty()) {
-    tensor = file->find(name);
-  } else if (tensors.size() == 1) {
-    tensor = &tensors.front();
-  }
-  if (!tensor) {
-    std::vector<std::string_view> names;
-    for (const TensorInfo& candidate : tensors) names.push_back(candidate.name);
-    throw Error(ErrorCode::kMissingTensor,
-                name.empty()
-                    ? fmt::format("{}: has {} tensors; name the one to read{}", printable(path),
-                                  tensors.size(), closest_names("", names))
-                    : fmt::format("{}: has no tensor '{}'{}", printable(path), printable(name),
-                                  closest_names(name, names)));
-  }
-  if (tensor->shape.empty() || tensor->shape.size() > 2)
-    throw Error(ErrorCode::kShapeMismatch,
-                fmt::format("{}: tensor '{}' has shape [{}]; expected a matrix or a vector",
-                            printable(path), printable(tensor->name), join(tensor->shape, ", ")));
-  const std::optional<DType> dtype = dtype_from_name(tensor->dtype);
-  if (!dtype)
-    throw Error(
-        ErrorCode::kUnsupported,
-        fmt::format("{}: tensor '{}' has dtype {}, which cannot be read; convert it to F32, "
-                    "BF16 or F16, and ids to I32 or I64",
-                    printable(path), printable(tensor->name), printable(tensor->dtype)));
-  OwnedMatrix result;
-  result.view.dtype = *dtype;
-  result.view.rows = tensor->shape.size() == 2 ? tensor->shape[0] : 1;
-  result.view.cols = tensor->shape.back();
-  result.view.row_stride = result.view.cols;
-  const std::byte* data = file->data(*tensor);
-  if (reinterpret_cast<std::uintptr_t>(data) % size_of(*dtype) == 0) {
-    result.view.data = data;
-    result.owner = file;
-  } else {
-    const std::shared_ptr<std::byte[]> copy(new std::byte[tensor->bytes()]);
-    std::memcpy(copy.get(), data, tensor->bytes());
-    result.view.data = copy.get();
-    result.owner = copy;
-  }
-  return result;
-}
-
-void write_matrices(const std::filesystem::path& path, const std::vector<NamedMatrix>& matrices) {
-  std::vector<TensorInfo> tensors;
-  for (const NamedMatrix& matrix : matrices) {
-    TensorInfo info;
-    info.name = matrix.name;
-    info.dtype = safetensors_name(matrix.view.dtype);
-    info.shape = {matrix.view.rows, matrix.view.cols};
-    tensors.push_back(std::move(info));
-  }
-  SafetensorsWriter writer(path, std::move(tensors));
-  std::vector<std::byte> row;
-  for (const NamedMatrix& matrix : matrices) {
-    const MatrixView& view = matrix.view;
-    const std::size_t element = size_of(view.dtype);
-    row.resize(static_cast<std::size_t>(view.cols) * element);
-    for (std::int64_t r = 0; r < view.rows; ++r) {
-      const std::byte* source = static_cast<const std::byte*>(view.row(r));
-      if (view.col_stride == 1) {
-        writer.append({source, row.size()});
-        continue;
-      }
-      for (std::int64_t c = 0; c < view.cols; ++c)
-        std::memcpy(row.data() + static_cast<std::size_t>(c) * element,
-                    source + static_cast<std::size_t>(c * view.col_stride) * element, element);
-      writer.append(row);
-    }
-  }
-  writer.finish();
 }
 
 std::string closest_names(std::string_view wanted, const std::vector<std::string_view>& names) {

@@ -1,5 +1,5 @@
 // The safetensors format: 8 bytes of little-endian header length N, N bytes of JSON, tensor data.
-// Reading maps the file; writing streams, so that a tensor never has to fit in memory.
+// Reading maps the file.
 #pragma once
 
 #include <cstddef>
@@ -16,7 +16,6 @@
 #include <vector>
 
 #include "base/mapped_file.h"
-#include "base/whole_file.h"
 #include "switchyard/tensor.h"
 
 namespace switchyard {
@@ -41,6 +40,10 @@ struct SafetensorsHeader {
 std::optional<DType> dtype_from_name(std::string_view name);
 // "F32", "BF16", ...
 const char* safetensors_name(DType dtype);
+// Bytes of a tensor's data. None if the dtype is unknown, or the product overflows 64 bits or ends
+// inside a byte.
+std::optional<std::uint64_t> tensor_bytes(std::string_view dtype,
+                                          const std::vector<std::int64_t>& shape);
 
 // Parses a header. `prefix` is the start of a file of `file_size` bytes: at least the header if
 // there is one. Throws Error{kInvalidFile} naming `source`, the tensor and the byte range at fault.
@@ -52,8 +55,6 @@ SafetensorsHeader parse_safetensors_header(std::span<const std::byte> prefix,
 // weight_map of model.safetensors.index.json: tensor name -> file name.
 std::map<std::string, std::string> parse_safetensors_index(std::string_view json_text,
                                                            const std::string& source);
-std::string safetensors_index_json(const std::map<std::string, std::string>& weight_map,
-                                   std::uint64_t total_bytes);
 
 // A file mapped read-only and shared. Immutable, so safe to use from many threads.
 class SafetensorsFile {
@@ -82,45 +83,6 @@ class SafetensorsFile {
   SafetensorsHeader header_;
   std::unordered_map<std::string_view, const TensorInfo*> by_name_;
 };
-
-// Writes a file under a temporary name beside `path`; finish() renames it. A writer destroyed
-// before that leaves nothing behind.
-class SafetensorsWriter {
- public:
-  // `tensors`: name, dtype and shape of each, in the order in which data will be appended (begin
-  // and end are filled in). The data section starts at a multiple of 64 bytes. Throws
-  // Error{kSystem, kInvalidArgument}.
-  SafetensorsWriter(const std::filesystem::path& path, std::vector<TensorInfo> tensors,
-                    const std::map<std::string, std::string>& metadata = {});
-
-  // Writes the next bytes of the data section; pieces need not end where tensors do.
-  void append(std::span<const std::byte> piece);
-  // Renames the finished file. Throws Error{kInvalidArgument} if the appended bytes are not exactly
-  // those announced.
-  void finish();
-
- private:
-  WholeFile file_;
-  std::uint64_t announced_ = 0;
-  std::uint64_t appended_ = 0;
-};
-
-// A matrix with its memory, for activations and other small files of the command line.
-struct OwnedMatrix {
-  MatrixView view;  // contiguous rows
-  std::shared_ptr<const void> owner;
-};
-struct NamedMatrix {
-  std::string name;
-  MatrixView view;  // any strides, no scales
-};
-
-// Reads the tensor `name` as a matrix (a vector is one row). An empty name means the file's only
-// tensor. Throws Error{kSystem, kInvalidFile, kMissingTensor, kShapeMismatch, kUnsupported}.
-OwnedMatrix read_matrix(const std::filesystem::path& path, const std::string& name);
-OwnedMatrix read_matrix(const std::shared_ptr<const SafetensorsFile>& file,
-                        const std::string& name);
-void write_matrices(const std::filesystem::path& path, const std::vector<NamedMatrix>& matrices);
 
 // The up to three `names` that look most like `wanted`, as "; the closest names are: a, b", or "".
 std::string closest_names(std::string_view wanted, const std::vector<std::string_view>& names);

@@ -1,12 +1,7 @@
 #include "network/arena.h"
 
 #include <fmt/core.h>
-#include <sys/mman.h>
 
-#include <algorithm>
-#include <cerrno>
-
-#include "base/posix.h"
 #include "switchyard/error.h"
 
 namespace switchyard::network {
@@ -42,30 +37,18 @@ Arena::Arena(const Hosts& hosts, int rank, const WindowOptions& options)
     : chunk_bytes_(options.chunk_bytes),
       window_bytes_(std::uint64_t{options.chunk_bytes} * options.window) {
   check(options);
-  bytes_ = kScratchBytes + hosts.sources_of(rank).size() * kNumLanes * window_bytes_;
+  std::uint64_t bytes = kScratchBytes + hosts.sources_of(rank).size() * kNumLanes * window_bytes_;
   for (int host = 0; host < hosts.num_hosts(); ++host) {
-    outgoing_.push_back(bytes_);
-    if (host != hosts.host_of(rank)) bytes_ += kNumLanes * window_bytes_;
+    outgoing_.push_back(bytes);
+    if (host != hosts.host_of(rank)) bytes += kNumLanes * window_bytes_;
   }
-  void* const memory = ::mmap(nullptr, bytes_, PROT_READ | PROT_WRITE,
-                              MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  if (memory == MAP_FAILED) {
-    throw Error(
-        ErrorCode::kCapacityExceeded,
-        fmt::format("cannot map {} bytes for the windows of {} other hosts: {}; use smaller "
-                    "chunks or windows",
-                    bytes_, hosts.num_hosts() - 1, errno_text(errno)));
-  }
-  data_ = static_cast<std::byte*>(memory);
+  memory_ = Mapping::anonymous(bytes, "use smaller chunks or windows between hosts");
 }
-
-Arena::~Arena() { ::munmap(data_, bytes_); }
 
 std::uint64_t Arena::window_at(const Hosts& hosts, const WindowOptions& options, int receiver,
                                int sender, Lane lane) {
-  const std::vector<int> sources = hosts.sources_of(receiver);
-  const auto place = static_cast<std::uint64_t>(std::find(sources.begin(), sources.end(), sender) -
-                                                sources.begin());
+  const auto place =
+      static_cast<std::uint64_t>(hosts.source_index(sender, hosts.host_of(receiver)));
   return kScratchBytes + (place * kNumLanes + static_cast<std::uint64_t>(lane)) *
                              options.chunk_bytes * options.window;
 }

@@ -7,6 +7,7 @@
 #include <span>
 #include <vector>
 
+#include "base/mapping.h"
 #include "network/hosts.h"
 #include "network/network.h"
 
@@ -22,12 +23,11 @@ class Arena {
  public:
   // Throws Error{kCapacityExceeded}.
   Arena(const Hosts& hosts, int rank, const WindowOptions& options);
-  ~Arena();
-  Arena(const Arena&) = delete;
-  Arena& operator=(const Arena&) = delete;
 
-  std::span<std::byte> memory() const { return {data_, bytes_}; }
-  std::span<std::byte> chunk(std::uint64_t offset) const { return {data_ + offset, chunk_bytes_}; }
+  std::span<std::byte> memory() const { return {memory_.data(), memory_.bytes()}; }
+  std::span<std::byte> chunk(std::uint64_t offset) const {
+    return {memory_.data() + offset, chunk_bytes_};
+  }
 
   // Where the windows of `rank` begin, by sender: every rank can tell where another's are.
   static std::uint64_t window_at(const Hosts& hosts, const WindowOptions& options, int receiver,
@@ -41,8 +41,7 @@ class Arena {
  private:
   std::uint64_t chunk_bytes_, window_bytes_;
   std::vector<std::uint64_t> outgoing_;  // by host
-  std::byte* data_ = nullptr;
-  std::size_t bytes_ = 0;
+  Mapping memory_;
 };
 
 }  // namespace switchyard::network

@@ -37,8 +37,7 @@ constexpr std::size_t kQueueEntries = 4096;
 
 // The data that others need: where the endpoint is, and how to write into the memory behind it.
 struct Address {
-  std::uint64_t key = 0;
-  std::uint64_t base = 0;  // 0 where remote addresses are offsets
+  RegionKey windows;
   std::uint64_t name_bytes = 0;
   std::array<std::byte, kMostNameBytes> name{};
 };
@@ -249,60 +248,37 @@ class Libfabric final : public Network {
     require(fi_enable(endpoint), "cannot enable the endpoint");
   }
 
-  void add(std::span<std::byte> memory) override {
-    memory_ = memory;
-    fid_mr* region = nullptr;
-    const std::uint64_t key = 1;  // where the provider does not choose
-    require(fi_mr_reg(domain_.get(), memory.data(), memory.size(), FI_WRITE | FI_REMOTE_WRITE, 0,
-                      key, 0, &region, nullptr),
-            fmt::format("cannot register {} bytes of windows (is `ulimit -l` too small?)",
-                        memory.size()));
-    region_.reset(region);
-    enable(region);
-  }
-
-  std::uint32_t add_rows(std::span<std::byte> memory, int dmabuf) override {
+  std::uint32_t add(std::span<std::byte> memory, int dmabuf) override {
     const std::uint64_t access = FI_WRITE | FI_REMOTE_WRITE;
-    const std::uint64_t key = 2 + rows_.size();  // where the provider does not choose
+    const std::uint64_t key = 1 + regions_.size();  // where the provider does not choose
     fid_mr* region = nullptr;
     if (dmabuf < 0) {
       require(fi_mr_reg(domain_.get(), memory.data(), memory.size(), access, 0, key, 0, &region,
                         nullptr),
-              fmt::format("cannot register {} bytes of rows (is `ulimit -l` too small?)",
-                          memory.size()));
+              fmt::format("cannot register {} bytes of {} (is `ulimit -l` too small?)",
+                          memory.size(), regions_.empty() ? "windows" : "rows"));
     } else {
       region = register_device_memory(memory, dmabuf, access, key);
     }
     Owned<fid_mr> owned(region);
     enable(region);
-    rows_.push_back({memory, std::move(owned)});
-    return static_cast<std::uint32_t>(rows_.size() - 1);
+    regions_.push_back({memory, std::move(owned)});
+    return static_cast<std::uint32_t>(regions_.size() - 1);
   }
-  void remove_rows(std::uint32_t region) override { rows_[region] = {}; }
-  RowsKey rows_key(std::uint32_t region) override {
-    const Rows& rows = rows_[region];
-    return {fi_mr_key(rows.region.get()), (info_->domain_attr->mr_mode & FI_MR_VIRT_ADDR) != 0
-                                              ? reinterpret_cast<std::uint64_t>(rows.memory.data())
-                                              : 0};
+  void remove(std::uint32_t region) override { regions_[region] = {}; }
+  RegionKey key(std::uint32_t region) override {
+    const Region& one = regions_[region];
+    return {fi_mr_key(one.handle.get()), (info_->domain_attr->mr_mode & FI_MR_VIRT_ADDR) != 0
+                                             ? reinterpret_cast<std::uint64_t>(one.memory.data())
+                                             : 0};
   }
   bool takes_device_memory() const override { return takes_device_memory_; }
-  bool put_rows(int rank, std::uint32_t region, std::uint64_t from, std::uint32_t bytes,
-                const RowsKey& key, std::uint64_t to, std::uint32_t immediate,
-                std::uint64_t context) override {
-    const Rows& rows = rows_[region];
-    const Bytes source{rows.memory.data() + from, bytes, rows.region.get()};
-    return told(rank, source, key.base + to, key.key, immediate, context);
-  }
-
   Blob address() override {
     Address mine;
     std::size_t bytes = mine.name.size();
     require(fi_getname(&endpoint_->fid, mine.name.data(), &bytes), "cannot read the address");
     mine.name_bytes = bytes;
-    mine.key = fi_mr_key(region_.get());
-    if ((info_->domain_attr->mr_mode & FI_MR_VIRT_ADDR) != 0) {
-      mine.base = reinterpret_cast<std::uint64_t>(memory_.data());
-    }
+    mine.windows = key(0);
     Blob blob(sizeof mine);
     std::memcpy(blob.data(), &mine, sizeof mine);
     return blob;
@@ -321,19 +297,21 @@ class Libfabric final : public Network {
       }
       std::memcpy(&theirs, by_rank[r].data(), sizeof theirs);
       Peer& peer = peers_[r];
-      peer.key = theirs.key;
-      peer.base = theirs.base;
+      peer.windows = theirs.windows;
       if (fi_av_insert(av_.get(), theirs.name.data(), 1, &peer.address, 0, nullptr) != 1) {
         throw_fabric(fmt::format("cannot use the address of rank {}", r), FI_EADDRNOTAVAIL);
       }
     }
   }
 
-  bool put(int rank, std::uint64_t from, std::uint32_t bytes, std::uint64_t to,
-           std::uint32_t immediate, std::uint64_t context) override {
-    const Peer& peer = peers_[static_cast<std::size_t>(rank)];
-    const Bytes source{memory_.data() + from, bytes, region_.get()};
-    return told(rank, source, peer.base + to, peer.key, immediate, context);
+  // A write, and the immediate with it or behind it.
+  bool put(const Put& put) override {
+    const RegionKey& to = put.key ? *put.key : peer(put.rank).windows;
+    if (!told_apart_) return write(put, to, put.immediate, put.context);
+    if (!write(put, to, std::nullopt, put.context)) return false;
+    owed_.push_back({put.rank, put.immediate});
+    pay_owed();
+    return true;
   }
 
   // Not every provider can write 0 bytes, so some from the front of this memory go to the front of
@@ -341,9 +319,10 @@ class Libfabric final : public Network {
   // injected write that fails has no context, and ofi_rxm then follows a null pointer as it handles
   // the error.
   bool signal(int rank, std::uint32_t immediate) override {
-    const Peer& peer = peers_[static_cast<std::size_t>(rank)];
-    const Bytes source{memory_.data(), kSignalBytes, region_.get()};
-    return write(rank, source, peer.base, peer.key, immediate, std::nullopt);
+    Put front;
+    front.rank = rank;
+    front.bytes = kSignalBytes;
+    return write(front, peer(rank).windows, immediate, std::nullopt);
   }
 
   std::size_t poll(std::span<Event> events) override {
@@ -405,18 +384,12 @@ class Libfabric final : public Network {
   };
   struct Peer {
     fi_addr_t address = FI_ADDR_NOTAVAIL;
-    std::uint64_t key = 0, base = 0;
+    RegionKey windows;
   };
 
-  // A put reads these.
-  struct Bytes {
-    std::byte* data;
-    std::uint32_t count;
-    fid_mr* region;
-  };
-  struct Rows {
+  struct Region {
     std::span<std::byte> memory;
-    Owned<fid_mr> region;
+    Owned<fid_mr> handle;
   };
 
   void enable(fid_mr* region) {
@@ -451,31 +424,24 @@ class Libfabric final : public Network {
 #endif
   }
 
-  // A write, and the immediate with it or behind it.
-  bool told(int rank, const Bytes& source, std::uint64_t target, std::uint64_t key,
-            std::uint32_t immediate, std::uint64_t context) {
-    if (!told_apart_) return write(rank, source, target, key, immediate, context);
-    if (!write(rank, source, target, key, std::nullopt, context)) return false;
-    owed_.push_back({rank, immediate});
-    pay_owed();
-    return true;
-  }
+  const Peer& peer(int rank) const { return peers_[static_cast<std::size_t>(rank)]; }
 
-  bool write(int rank, const Bytes& source, std::uint64_t target, std::uint64_t key,
-             std::optional<std::uint32_t> immediate, std::optional<std::uint64_t> context) {
+  bool write(const Put& put, const RegionKey& to, std::optional<std::uint32_t> immediate,
+             std::optional<std::uint64_t> context) {
     Operation* const operation = take_operation();
-    operation->rank = rank;
+    operation->rank = put.rank;
     operation->context = context;
-    const fi_addr_t address = peers_[static_cast<std::size_t>(rank)].address;
-    void* const region = fi_mr_desc(source.region);
-    const ssize_t code = immediate
-                             ? fi_writedata(endpoint_.get(), source.data, source.count, region,
-                                            *immediate, address, target, key, operation)
-                             : fi_write(endpoint_.get(), source.data, source.count, region, address,
-                                        target, key, operation);
+    const fi_addr_t address = peer(put.rank).address;
+    const std::byte* const from = regions_[put.region].memory.data() + put.from;
+    void* const region = fi_mr_desc(regions_[put.region].handle.get());
+    const std::uint64_t target = to.base + put.to;
+    const ssize_t code = immediate ? fi_writedata(endpoint_.get(), from, put.bytes, region,
+                                                  *immediate, address, target, to.key, operation)
+                                   : fi_write(endpoint_.get(), from, put.bytes, region, address,
+                                              target, to.key, operation);
     if (code == 0) return true;
     give_back(operation);
-    if (code != -FI_EAGAIN) tell_lost(rank, library().strerror(static_cast<int>(-code)));
+    if (code != -FI_EAGAIN) tell_lost(put.rank, library().strerror(static_cast<int>(-code)));
     return code != -FI_EAGAIN;
   }
 
@@ -523,11 +489,9 @@ class Libfabric final : public Network {
   Owned<fid_domain> domain_;
   Owned<fid_av> av_;
   Owned<fid_cq> cq_;
-  Owned<fid_mr> region_;
-  std::vector<Rows> rows_;
+  std::vector<Region> regions_;
   Owned<fid_ep> endpoint_;  // closed first
   int wait_fd_ = -1;
-  std::span<std::byte> memory_;
   std::vector<Peer> peers_;
   std::deque<Operation> operations_;
   std::vector<Operation*> free_;

@@ -9,6 +9,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -30,45 +31,47 @@ struct Event {
 
 using Blob = std::vector<std::byte>;
 
-// A rank tells others this of a region of its memory, so that they can put rows there.
-struct RowsKey {
+// A rank tells others this of a region of its memory, so that they can put bytes there.
+struct RegionKey {
   std::uint64_t key = 0;
   std::uint64_t base = 0;  // 0 where remote addresses are offsets
+};
+
+// Copies `bytes` from offset `from` of a region of this rank to offset `to` of one of `rank`.
+struct Put {
+  int rank = 0;
+  std::uint32_t region = 0;
+  std::uint64_t from = 0;
+  std::uint32_t bytes = 0;
+  std::optional<RegionKey> key{};  // of the other rank's region; none: its first
+  std::uint64_t to = 0;
+  std::uint32_t immediate = 0;
+  std::uint64_t context = 0;
 };
 
 class Network {
  public:
   virtual ~Network() = default;
 
-  // The memory that puts of this rank read, and that puts of others write: once, before address().
-  // It stays the caller's, and must outlive the network. Throws Error{kSystem}.
-  virtual void add(std::span<std::byte> memory) = 0;
+  // Registers memory that puts of this rank read, or that those of others write. Regions number
+  // from 0 on; the first, for which address() says where it is, comes before address(), and stays.
+  // The memory is the caller's until remove(). `dmabuf`: a descriptor of the memory if it is a
+  // device's, which needs takes_device_memory(); -1: host memory. Throws Error{kSystem}.
+  virtual std::uint32_t add(std::span<std::byte> memory, int dmabuf = -1) = 0;
+  virtual void remove(std::uint32_t region) = 0;
+  virtual RegionKey key(std::uint32_t region) = 0;
+  virtual bool takes_device_memory() const = 0;
 
   // The data that others need to reach this rank: the same number of bytes on every rank.
   virtual Blob address() = 0;
   // `by_rank`: the addresses of all ranks, in order; empty ones are not connected to.
   virtual void connect(std::span<const Blob> by_rank) = 0;
 
-  // Starts to copy `bytes` from offset `from` of this rank's memory to offset `to` of the memory of
-  // `rank`. The source must stay as it is until kSent with `context`. Returns false if the queue is
-  // full: poll(), and try again.
-  virtual bool put(int rank, std::uint64_t from, std::uint32_t bytes, std::uint64_t to,
-                   std::uint32_t immediate, std::uint64_t context) = 0;
+  // Starts to copy. The source must stay as it is until kSent with the put's context. Returns false
+  // if the queue is full: poll(), and try again.
+  virtual bool put(const Put& put) = 0;
   // Sends an immediate without bytes. It has no kSent.
   virtual bool signal(int rank, std::uint32_t immediate) = 0;
-
-  // A region of memory beside that of add(), for rows that are copied neither into chunks nor out
-  // of them: puts read it here, or others write it. It stays the caller's until remove_rows().
-  // `dmabuf`: a descriptor of the memory if it is a device's, which needs takes_device_memory();
-  // -1: host memory. Throws Error{kSystem}.
-  virtual std::uint32_t add_rows(std::span<std::byte> memory, int dmabuf) = 0;
-  virtual void remove_rows(std::uint32_t region) = 0;
-  virtual RowsKey rows_key(std::uint32_t region) = 0;
-  virtual bool takes_device_memory() const = 0;
-  // Like put(), from offset `from` of a region of this rank to offset `to` of one of `rank`.
-  virtual bool put_rows(int rank, std::uint32_t region, std::uint64_t from, std::uint32_t bytes,
-                        const RowsKey& key, std::uint64_t to, std::uint32_t immediate,
-                        std::uint64_t context) = 0;
 
   // Fills in the events that happened, and returns their number.
   virtual std::size_t poll(std::span<Event> events) = 0;

@@ -1,5 +1,4 @@
 #include <fmt/core.h>
-#include <sys/random.h>
 #include <sys/stat.h>
 
 #include <cctype>
@@ -27,9 +26,7 @@ Secret bytes_of(std::string_view text) {
 
 Nonce random_nonce() {
   Nonce nonce;
-  if (::getrandom(nonce.data(), nonce.size(), 0) != static_cast<ssize_t>(nonce.size())) {
-    throw_errno("cannot read random bytes for a rank's proof");
-  }
+  fill_random(nonce.data(), nonce.size(), "a rank's proof");
   return nonce;
 }
 

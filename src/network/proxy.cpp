@@ -176,7 +176,6 @@ Proxy::Proxy(const Hosts& hosts, int rank, const ProxyOptions& options,
   }
   queued_.resize(outboxes_.size());
   rows_.resize(outboxes_.size());
-  going_.resize(outboxes_.size());
   for (const int source : hosts_.sources_of(rank_)) {
     for (int l = 0; l < kNumLanes; ++l) {
       Inbox inbox;
@@ -263,12 +262,14 @@ void Proxy::on_thread(const std::function<void(Network&)>& task) {
   done.get();
 }
 
-void Proxy::put_rows(Lane lane, int host, std::vector<RowsCommand> commands) {
-  outbox(lane, host).count_rows(commands.size());
+void Proxy::put_rows(Lane lane, int host, std::vector<Queued> puts) {
+  outbox(lane, host).count_rows(puts.size());
+  const Immediate immediate{chunk_of(lane), rank_, Immediate::kRows};
+  for (Queued& queued : puts) queued.put.immediate = immediate.pack();
   {
     const std::lock_guard lock(tasks_mutex_);
     auto& queue = rows_[outbox_number(lane, host)];
-    std::move(commands.begin(), commands.end(), std::back_inserter(queue));
+    std::move(puts.begin(), puts.end(), std::back_inserter(queue));
   }
   has_tasks_.store(true, std::memory_order_seq_cst);
   wake();
@@ -361,8 +362,7 @@ void Proxy::run() {
     bool busy = hear_network();
     busy |= apply_arrived();
     busy |= do_tasks();
-    busy |= send_rows();
-    busy |= send_commands();
+    busy |= send_queued();
     const Clock::time_point now = Clock::now();
     if (busy) last_active_ = now;
     // Beats come first, because the rest may want the next turn before the next beat.
@@ -484,25 +484,37 @@ bool Proxy::apply_arrived() {
   return any;
 }
 
-bool Proxy::send_commands() {
+bool Proxy::send_queued() {
   Command command;
   bool any = false;
   while (ring_.pop(command)) {
-    queued_[command.outbox].push_back(command);
+    queued_[command.outbox].push_back(
+        {{command.rank, 0, command.from, command.bytes, std::nullopt, command.to, command.immediate,
+          std::uint64_t{command.outbox} << 32 | command.context},
+         nullptr});
     any = true;
   }
-  for (std::deque<Command>& commands : queued_) {
-    while (!commands.empty()) {
-      const Command& next = commands.front();
-      if (peers_[static_cast<std::size_t>(next.rank)].load(std::memory_order_relaxed) !=
+  for (std::deque<Queued>& queue : queued_) {
+    while (!queue.empty()) {
+      auto& [put, unsent] = queue.front();
+      if (peers_[static_cast<std::size_t>(put.rank)].load(std::memory_order_relaxed) !=
           Peer::kHere) {
-        commands.clear();
+        // Nobody waits for them any more.
+        for (const Queued& lost : queue) {
+          if (lost.unsent) lost.unsent->fetch_sub(1, std::memory_order_release);
+        }
+        queue.clear();
         break;
       }
-      const std::uint64_t context = std::uint64_t{next.outbox} << 32 | next.context;
-      if (!network_->put(next.rank, next.from, next.bytes, next.to, next.immediate, context)) break;
-      chunks_sent_.fetch_add(1, std::memory_order_relaxed);
-      commands.pop_front();
+      if (unsent) put.context = next_context_;
+      if (!network_->put(put)) break;
+      if (unsent) {
+        sending_.emplace(next_context_++, RowsFlight{put.rank, std::move(unsent)});
+        row_bytes_sent_.fetch_add(put.bytes, std::memory_order_relaxed);
+      } else {
+        chunks_sent_.fetch_add(1, std::memory_order_relaxed);
+      }
+      queue.pop_front();
       any = true;
     }
   }
@@ -517,43 +529,12 @@ bool Proxy::do_tasks() {
     has_tasks_.store(false, std::memory_order_seq_cst);
     tasks.swap(tasks_);
     for (std::size_t o = 0; o < rows_.size(); ++o) {
-      std::move(rows_[o].begin(), rows_[o].end(), std::back_inserter(going_[o]));
+      std::move(rows_[o].begin(), rows_[o].end(), std::back_inserter(queued_[o]));
       rows_[o].clear();
     }
   }
   for (auto& task : tasks) task(*network_);
   return true;
-}
-
-bool Proxy::send_rows() {
-  bool any = false;
-  for (std::size_t o = 0; o < going_.size(); ++o) {
-    std::deque<RowsCommand>& commands = going_[o];
-    while (!commands.empty()) {
-      const RowsCommand& next = commands.front();
-      const int gateway = outboxes_[o]->gateway();
-      if (peers_[static_cast<std::size_t>(gateway)].load(std::memory_order_relaxed) !=
-          Peer::kHere) {
-        // Nobody waits for them any more.
-        for (const RowsCommand& lost : commands) {
-          lost.unsent->fetch_sub(1, std::memory_order_release);
-        }
-        commands.clear();
-        break;
-      }
-      const Immediate immediate{chunk_of(static_cast<Lane>(o % kNumLanes)), rank_,
-                                Immediate::kRows};
-      if (!network_->put_rows(gateway, next.region, next.from, next.bytes, next.key, next.to,
-                              immediate.pack(), next_context_)) {
-        break;
-      }
-      sending_.emplace(next_context_++, RowsFlight{gateway, next.unsent});
-      row_bytes_sent_.fetch_add(next.bytes, std::memory_order_relaxed);
-      commands.pop_front();
-      any = true;
-    }
-  }
-  return any;
 }
 
 // Forgets rows on their way to a rank that has left or is lost: nobody waits for them.

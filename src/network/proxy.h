@@ -152,14 +152,10 @@ class Proxy final : private Landing {
     bool told_abort = false;
     std::function<void()> on_abort;
   };
-  // A put of rows that the thread has to start.
-  struct RowsCommand {
-    std::uint32_t region;
-    std::uint64_t from;
-    std::uint32_t bytes;
-    RowsKey key;
-    std::uint64_t to;
-    std::shared_ptr<std::atomic<std::uint64_t>> unsent;  // of the region
+  // A put that the thread has to start.
+  struct Queued {
+    Put put;
+    std::shared_ptr<std::atomic<std::uint64_t>> unsent;  // of a region's rows; null: a chunk
   };
   // A window of this rank.
   struct Inbox {
@@ -182,7 +178,7 @@ class Proxy final : private Landing {
   void wake();
   // Runs `task` on the thread, and throws what it throws.
   void on_thread(const std::function<void(Network&)>& task);
-  void put_rows(Lane lane, int host, std::vector<RowsCommand> commands);
+  void put_rows(Lane lane, int host, std::vector<Queued> puts);
   std::uint32_t enter(std::span<std::byte* const> bases, std::size_t bytes);
   void leave(std::uint32_t segment);
   bool is_quiet(const Heap& heap) const;
@@ -195,8 +191,7 @@ class Proxy final : private Landing {
   void hear_chunk(const Immediate& immediate, Lane lane);
   void hear_credit(const Immediate& immediate, Lane lane);
   bool apply_arrived();
-  bool send_commands();
-  bool send_rows();
+  bool send_queued();
   void forget_rows(int rank);
   bool do_tasks();
   void hear_control(int rank);
@@ -237,8 +232,8 @@ class Proxy final : private Landing {
 
   std::mutex tasks_mutex_;
   std::deque<std::packaged_task<void(Network&)>> tasks_;
-  std::vector<std::deque<RowsCommand>> rows_;  // by outbox
-  std::atomic<bool> has_tasks_{false};         // there may be some of both
+  std::vector<std::vector<Queued>> rows_;  // by outbox
+  std::atomic<bool> has_tasks_{false};     // there may be some of both
 
   // Held while records are applied, so that a heap that was left is not stored into any more.
   mutable std::mutex heaps_mutex_;
@@ -252,8 +247,7 @@ class Proxy final : private Landing {
 
   // The thread's alone.
   std::vector<Inbox> inboxes_;
-  std::vector<std::deque<Command>> queued_;     // by outbox
-  std::vector<std::deque<RowsCommand>> going_;  // by outbox
+  std::vector<std::deque<Queued>> queued_;  // by outbox
   // Puts of rows that are on their way, by context.
   struct RowsFlight {
     int rank;

@@ -20,15 +20,15 @@ RowsRegion::RowsRegion(std::shared_ptr<Proxy> proxy, std::span<std::byte> memory
     unsent_.push_back(std::make_shared<std::atomic<std::uint64_t>>(0));
   }
   proxy_->on_thread([&](Network& network) {
-    region_ = network.add_rows(memory, dmabuf);
-    key_ = network.rows_key(region_);
+    region_ = network.add(memory, dmabuf);
+    key_ = network.key(region_);
   });
 }
 
 RowsRegion::~RowsRegion() {
   proxy_->on_thread([&](Network& network) {
     if (all_sent()) {
-      network.remove_rows(region_);
+      network.remove(region_);
     } else {
       proxy_->kept_.push_back(std::move(owner_));
     }
@@ -48,18 +48,20 @@ std::uint64_t RowsRegion::unsent() const {
   return puts;
 }
 
-void RowsRegion::put(Lane lane, int host, const RowsKey& to, std::span<const RowsPut> puts) {
+void RowsRegion::put(Lane lane, int host, const RegionKey& to, std::span<const RowsPut> puts) {
   const auto& unsent = unsent_[static_cast<std::size_t>(host)];
-  std::vector<Proxy::RowsCommand> commands;
+  std::vector<Proxy::Queued> queued;
   for (const RowsPut& put : puts) {
     for (std::uint64_t done = 0; done < put.bytes; done += kMostBytes) {
       const auto bytes = static_cast<std::uint32_t>(std::min(kMostBytes, put.bytes - done));
-      commands.push_back({region_, put.from + done, bytes, to, put.to + done, unsent});
+      queued.push_back({{proxy_->hosts().gateway(proxy_->rank(), host), region_, put.from + done,
+                         bytes, to, put.to + done},
+                        unsent});
     }
   }
-  if (commands.empty()) return;
-  unsent->fetch_add(commands.size(), std::memory_order_relaxed);
-  proxy_->put_rows(lane, host, std::move(commands));
+  if (queued.empty()) return;
+  unsent->fetch_add(queued.size(), std::memory_order_relaxed);
+  proxy_->put_rows(lane, host, std::move(queued));
 }
 
 }  // namespace switchyard::network

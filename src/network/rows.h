@@ -26,7 +26,7 @@ struct RowsPut {
 class RowsRegion {
  public:
   // `owner` keeps the memory. `dmabuf`: a descriptor of it if it is a device's, which may be closed
-  // afterwards; -1: host memory. Throws what Network::add_rows() does.
+  // afterwards; -1: host memory. Throws what Network::add() does.
   RowsRegion(std::shared_ptr<Proxy> proxy, std::span<std::byte> memory,
              std::shared_ptr<const void> owner, int dmabuf);
   // Waits for nobody: memory that puts still read, because a world has failed, is kept until the
@@ -35,11 +35,11 @@ class RowsRegion {
   RowsRegion(const RowsRegion&) = delete;
   RowsRegion& operator=(const RowsRegion&) = delete;
 
-  RowsKey key() const { return key_; }
+  RegionKey key() const { return key_; }
   // Starts puts into the region `to` of this rank's gateway on `host`. Records that the rank
   // appends to the lane and host from now on are applied behind them. The rows must stay until
   // all_sent().
-  void put(Lane lane, int host, const RowsKey& to, std::span<const RowsPut> puts);
+  void put(Lane lane, int host, const RegionKey& to, std::span<const RowsPut> puts);
   bool all_sent() const { return unsent_host() < 0; }
   // A host for which some rows have not left yet; -1: none.
   int unsent_host() const;
@@ -50,7 +50,7 @@ class RowsRegion {
   const std::shared_ptr<Proxy> proxy_;
   std::shared_ptr<const void> owner_;
   std::uint32_t region_ = 0;
-  RowsKey key_;
+  RegionKey key_;
   std::vector<std::shared_ptr<std::atomic<std::uint64_t>>> unsent_;  // by host
 };
 

@@ -7,9 +7,9 @@
 //   counts     [parity][s][expert of d]   its rows of each expert, the call's number in every word
 //   arrived    [parity][s]                the call's number, and that of the dispatch whose rows
 //                                         these are, when all entries and tokens came
-//   heads      [parity][s]                two words, early: as `arrived`; and how many tokens s has
-//   come       [parity][s][part]          as `arrived`, when kPartTokens tokens of s came, with
-//                                         entries. Only GPUs have `heads` and `come`, for blocks
+//   header     [parity][s]                two words, early: as `arrived`; and how many tokens s has
+//   part_arrived  [parity][s][part]       as `arrived`, when kPartTokens tokens of s came, with
+//                                         entries. Only GPUs have headers and parts, for blocks
 //                                         that do not wait for all tokens; no call depends on them
 //   returned   [parity][s]                the call's number, when all cells that s computes came
 //   entries    [parity][s][position]      the slot of each row, sorted by expert, then by slot; on
@@ -86,9 +86,9 @@ class ExchangeHeap {
     counts_ = place(2 * num_ranks_ * counts_row_ * sizeof(std::uint64_t));
     arrived_ = place(2 * num_ranks_ * kFlagBytes);
     returned_ = place(2 * num_ranks_ * kFlagBytes);
-    heads_ = place(2 * num_ranks_ * kFlagBytes);
+    headers_ = place(2 * num_ranks_ * kFlagBytes);
     parts_ = ceil_div<std::uint64_t>(max_tokens_, kPartTokens);
-    come_ = place(2 * num_ranks_ * parts_ * kFlagBytes);
+    part_arrived_ = place(2 * num_ranks_ * parts_ * kFlagBytes);
     entry_bytes_ = shape.entry_bytes;
     entries_ = place(2 * num_ranks_ * list_ * entry_bytes_);
     pool_ = place(2 * num_ranks_ * max_tokens_ * token_bytes_);
@@ -103,41 +103,36 @@ class ExchangeHeap {
   static constexpr std::uint32_t kPartTokens = 64;
   SWITCHYARD_HOST_DEVICE std::uint64_t scale_offset() const { return scale_offset_; }
 
-  // Regions of the heap at `base`, for call number `call` of its kind.
-  SWITCHYARD_HOST_DEVICE std::uint64_t* counts(std::byte* base, std::uint64_t call,
-                                               int source) const {
-    return reinterpret_cast<std::uint64_t*>(base + counts_) + part(call, source) * counts_row_;
+  // Regions for call number `call` of its kind.
+  SWITCHYARD_HOST_DEVICE Region<std::uint64_t> counts(std::uint64_t call, int source) const {
+    return Region<std::uint64_t>{counts_} + part(call, source) * counts_row_;
   }
-  SWITCHYARD_HOST_DEVICE std::uint64_t* arrived(std::byte* base, std::uint64_t call,
-                                                int source) const {
-    return reinterpret_cast<std::uint64_t*>(base + arrived_ + part(call, source) * kFlagBytes);
+  SWITCHYARD_HOST_DEVICE Region<std::uint64_t> arrived(std::uint64_t call, int source) const {
+    return {arrived_ + part(call, source) * kFlagBytes};
   }
-  SWITCHYARD_HOST_DEVICE std::uint64_t* returned(std::byte* base, std::uint64_t call,
-                                                 int source) const {
-    return reinterpret_cast<std::uint64_t*>(base + returned_ + part(call, source) * kFlagBytes);
+  SWITCHYARD_HOST_DEVICE Region<std::uint64_t> returned(std::uint64_t call, int source) const {
+    return {returned_ + part(call, source) * kFlagBytes};
   }
-  // A head lies at a 16-byte boundary.
-  SWITCHYARD_HOST_DEVICE std::uint64_t* head(std::byte* base, std::uint64_t call,
-                                             int source) const {
-    return reinterpret_cast<std::uint64_t*>(base + heads_ + part(call, source) * kFlagBytes);
+  // A header lies at a 16-byte boundary.
+  SWITCHYARD_HOST_DEVICE Region<std::uint64_t> header(std::uint64_t call, int source) const {
+    return {headers_ + part(call, source) * kFlagBytes};
   }
-  SWITCHYARD_HOST_DEVICE std::uint64_t* come(std::byte* base, std::uint64_t call, int source,
-                                             std::uint64_t token) const {
-    return reinterpret_cast<std::uint64_t*>(
-        base + come_ + (part(call, source) * parts_ + token / kPartTokens) * kFlagBytes);
+  SWITCHYARD_HOST_DEVICE Region<std::uint64_t> part_arrived(std::uint64_t call, int source,
+                                                            std::uint64_t token) const {
+    return {part_arrived_ + (part(call, source) * parts_ + token / kPartTokens) * kFlagBytes};
   }
   template <typename Entry = ExchangeEntry>
-  SWITCHYARD_HOST_DEVICE Entry* entries(std::byte* base, std::uint64_t call, int source) const {
-    return reinterpret_cast<Entry*>(base + entries_) + part(call, source) * list_;
+  SWITCHYARD_HOST_DEVICE Region<Entry> entries(std::uint64_t call, int source) const {
+    return Region<Entry>{entries_} + part(call, source) * list_;
   }
-  SWITCHYARD_HOST_DEVICE std::byte* pool(std::byte* base, std::uint64_t call, int source,
-                                         std::uint64_t position) const {
-    return base + pool_ + (part(call, source) * max_tokens_ + position) * token_bytes_;
+  SWITCHYARD_HOST_DEVICE Region<std::byte> pool(std::uint64_t call, int source,
+                                                std::uint64_t position) const {
+    return {pool_ + (part(call, source) * max_tokens_ + position) * token_bytes_};
   }
-  SWITCHYARD_HOST_DEVICE std::byte* cell(std::byte* base, std::uint64_t call, std::uint64_t token,
-                                         std::uint64_t k) const {
+  SWITCHYARD_HOST_DEVICE Region<std::byte> cell(std::uint64_t call, std::uint64_t token,
+                                                std::uint64_t k) const {
     const std::uint64_t first = (call & 1) * max_tokens_;
-    return base + cells_ + ((first + token) * top_k_ + k) * cell_bytes_;
+    return {cells_ + ((first + token) * top_k_ + k) * cell_bytes_};
   }
 
  private:
@@ -157,8 +152,8 @@ class ExchangeHeap {
   std::uint64_t entry_bytes_ = 0;
   std::uint64_t scale_offset_ = 0, token_bytes_ = 0, cell_bytes_ = 0;
   std::uint64_t parts_ = 0;  // parts of one source's tokens
-  std::uint64_t counts_ = 0, arrived_ = 0, returned_ = 0, heads_ = 0, come_ = 0, entries_ = 0,
-                pool_ = 0, cells_ = 0, bytes_ = 0;
+  std::uint64_t counts_ = 0, arrived_ = 0, returned_ = 0, headers_ = 0, part_arrived_ = 0,
+                entries_ = 0, pool_ = 0, cells_ = 0, bytes_ = 0;
 };
 
 }  // namespace switchyard::protocol

@@ -37,6 +37,7 @@
 
 #include "base/quantize.h"
 #include "protocol/control.h"
+#include "protocol/region.h"
 
 namespace switchyard::protocol {
 
@@ -151,39 +152,35 @@ class Heap {
   SWITCHYARD_HOST_DEVICE std::uint64_t token_bytes() const { return token_bytes_; }
   SWITCHYARD_HOST_DEVICE std::uint64_t scale_offset() const { return scale_offset_; }
 
-  // Regions of the heap at `base`. A row of counts has a word for every expert: c(source, e) in the
-  // lower half, and the epoch's flag value in the upper. So a count shows by itself that it has
-  // arrived, and no signal has to follow it.
-  SWITCHYARD_HOST_DEVICE std::uint64_t* counts(std::byte* base, std::uint64_t epoch,
-                                               int source) const {
+  // A row of counts has a word for every expert: c(source, e) in the lower half, and the epoch's
+  // flag value in the upper. So a count shows by itself that it has arrived, and no signal has to
+  // follow it.
+  SWITCHYARD_HOST_DEVICE Region<std::uint64_t> counts(std::uint64_t epoch, int source) const {
     const std::uint64_t row = (epoch & 1) * (others_ + 1) + u(source);
-    return reinterpret_cast<std::uint64_t*>(base + counts_ + row * counts_row_bytes());
+    return {counts_ + row * counts_row_bytes()};
   }
-  SWITCHYARD_HOST_DEVICE std::uint32_t* arrived(std::byte* base, std::uint32_t expert_of_owner,
-                                                std::uint32_t distance) const {
-    return reinterpret_cast<std::uint32_t*>(base + arrived_) + list(expert_of_owner, distance);
+  SWITCHYARD_HOST_DEVICE Region<std::uint32_t> arrived(std::uint32_t expert_of_owner,
+                                                       std::uint32_t distance) const {
+    return Region<std::uint32_t>{arrived_} + list(expert_of_owner, distance);
   }
-  SWITCHYARD_HOST_DEVICE std::uint32_t* ahead(std::byte* base, int source) const {
-    return reinterpret_cast<std::uint32_t*>(base + ahead_) + source;
+  SWITCHYARD_HOST_DEVICE Region<std::uint32_t> ahead(int source) const {
+    return Region<std::uint32_t>{ahead_} + u(source);
   }
-  SWITCHYARD_HOST_DEVICE std::uint32_t* finished(std::byte* base, std::uint32_t expert) const {
-    return reinterpret_cast<std::uint32_t*>(base + finished_) + expert;
+  SWITCHYARD_HOST_DEVICE Region<std::uint32_t> finished(std::uint32_t expert) const {
+    return Region<std::uint32_t>{finished_} + expert;
   }
-  SWITCHYARD_HOST_DEVICE std::uint32_t* entries(std::byte* base, std::uint32_t expert_of_owner,
-                                                std::uint32_t distance) const {
-    return reinterpret_cast<std::uint32_t*>(base + entries_) +
-           list(expert_of_owner, distance) * max_tokens_;
+  SWITCHYARD_HOST_DEVICE Region<std::uint32_t> entries(std::uint32_t expert_of_owner,
+                                                       std::uint32_t distance) const {
+    return Region<std::uint32_t>{entries_} + list(expert_of_owner, distance) * max_tokens_;
   }
-  SWITCHYARD_HOST_DEVICE float* weights(std::byte* base, std::uint32_t expert_of_owner,
-                                        std::uint32_t distance) const {
-    return reinterpret_cast<float*>(base + weights_) +
-           list(expert_of_owner, distance) * max_tokens_;
+  SWITCHYARD_HOST_DEVICE Region<float> weights(std::uint32_t expert_of_owner,
+                                               std::uint32_t distance) const {
+    return Region<float>{weights_} + list(expert_of_owner, distance) * max_tokens_;
   }
-  SWITCHYARD_HOST_DEVICE std::byte* pool(std::byte* base, std::uint32_t distance,
-                                         std::uint32_t token) const {
-    return base + pool_ + (distance - 1) * pool_part_ + token * token_bytes_;
+  SWITCHYARD_HOST_DEVICE Region<std::byte> pool(std::uint32_t distance, std::uint32_t token) const {
+    return {pool_ + (distance - 1) * pool_part_ + token * token_bytes_};
   }
-  SWITCHYARD_HOST_DEVICE std::byte* cells(std::byte* base) const { return base + cells_; }
+  SWITCHYARD_HOST_DEVICE Region<std::byte> cells() const { return {cells_}; }
 
  private:
   SWITCHYARD_HOST_DEVICE static constexpr std::uint64_t u(int value) {

@@ -10,6 +10,7 @@
 #include "base/limits.h"
 #include "base/origin.h"
 #include "base/posix.h"
+#include "fabric/agreement.h"
 #include "fabric/collective.h"
 #include "fabric/fabric.h"
 #include "layer/failure.h"
@@ -26,28 +27,6 @@ namespace {
 static_assert(PeerControl::kCalledOff == protocol::kCalledOff && kMaxPeers == protocol::kMaxRanks);
 static_assert(SymmetricHeap::kMostAlignment <= PeerControl::kBytes,
               "memory behind the control is as aligned as the control");
-
-struct Declaration {
-  std::uint64_t bytes;
-  std::uint64_t backend;
-};
-
-void agree(Fabric& fabric, const Declaration& mine) {
-  const std::vector<Declaration> all = gather(fabric, mine);
-  const auto refuse = [&](std::size_t rank, const char* what, const auto& here, const auto& there) {
-    throw Error(ErrorCode::kSpecMismatch,
-                fmt::format("rank {} and rank {} disagree on {} of a symmetric heap: {} here, {} "
-                            "there; give every rank the same",
-                            fabric.rank(), rank, what, here, there));
-  };
-  for (std::size_t r = 0; r < all.size(); ++r) {
-    if (all[r].backend != mine.backend) {
-      refuse(r, "the backend", to_string(static_cast<Backend>(mine.backend)),
-             to_string(static_cast<Backend>(all[r].backend)));
-    }
-    if (all[r].bytes != mine.bytes) refuse(r, "the bytes", mine.bytes, all[r].bytes);
-  }
-}
 
 std::unique_ptr<HeapMemory> make_memory(const World& world, std::size_t bytes,
                                         const SymmetricHeapOptions& options,
@@ -74,7 +53,8 @@ std::unique_ptr<HeapMemory> make_memory(const World& world, std::size_t bytes,
                               kMaxPeers));
     }
   });
-  agree(world.fabric(), {bytes, static_cast<std::uint64_t>(options.backend)});
+  agree(world.fabric(), {{"backend", to_string(options.backend)}, {"bytes", bytes}},
+        "give every rank the same symmetric heap");
   // An overflow asks for all there could be, and is refused as such.
   const std::size_t all =
       bytes > ~std::size_t{0} - PeerControl::kBytes ? bytes : bytes + PeerControl::kBytes;

@@ -246,22 +246,6 @@ std::string text_of(const Json& file, const char* long_list) {
   return text + "\n}\n";
 }
 
-std::vector<Table::Range> ranges_of(const Reader& from, std::size_t entries) {
-  std::vector<Table::Range> ranges;
-  for (const Reader& its : from.objects("by_tokens")) {
-    Table::Range range;
-    range.first = its.number_of("first", ranges.empty() ? 1 : ranges.back().last + 1);
-    range.last = its.number_of("last", range.first);
-    range.entry = its.any_whole("entry");
-    if (range.entry >= entries) {
-      from.refuse(fmt::format("{} is {}, but the number of entries is {}", its.name("entry"),
-                              range.entry, entries));
-    }
-    ranges.push_back(range);
-  }
-  return ranges;
-}
-
 }  // namespace
 
 std::string to_json(const Profile& profile) {
@@ -365,13 +349,6 @@ std::string to_json(const Table& table) {
     json["configuration"] = json_of(entry.configuration);
     entries.push_back(json);
   }
-  if (table.by_tokens) {
-    Json ranges = Json::array();
-    for (const Table::Range& range : *table.by_tokens) {
-      ranges.push_back({{"first", range.first}, {"last", range.last}, {"entry", range.entry}});
-    }
-    file["by_tokens"] = ranges;
-  }
   file["entries"] = entries;
   return text_of(file, "entries");
 }
@@ -387,22 +364,12 @@ Table parse_table(std::string_view text, const std::string& source) {
     table.entries.push_back({configuration_of(entry.object("configuration")), real32(entry, "a"),
                              real32(entry, "b"), real32(entry, "c"), real32(entry, "d")});
   }
-  if (from.has("by_tokens")) table.by_tokens = ranges_of(from, table.entries.size());
-  if (table.entries.empty() && !table.by_tokens) from.refuse("entries is empty");
+  if (table.entries.empty()) from.refuse("entries is empty");
   return table;
 }
 
 Table read_table(const std::filesystem::path& file) {
   return parse_table(read_named(file, kMostFileBytes), file.string());
-}
-Table read_table(const std::filesystem::path& file, std::string_view kernel, std::int64_t version,
-                 std::string_view machine, const Model& model) {
-  Table table = read_table(file);
-  const Match match{"the table", printable(file)};
-  match.require_kernel(table.kernel, table.version, std::string(kernel), version);
-  match.require_machine(table.device.machine, std::string(machine));
-  match.require_model(table.model, model);
-  return table;
 }
 void write_table(const std::filesystem::path& file, const Table& table) {
   write_whole(file, to_json(table));

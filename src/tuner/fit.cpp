@@ -228,29 +228,4 @@ std::size_t model_index(const Fit& fit, std::string_view name) {
                                                        printable(name), join(names, ", ")));
 }
 
-double r_squared(const Profile& profile, const Fit& fit, std::size_t model, bool of_logarithms) {
-  std::vector<double> times, errors;
-  for (const Point& point : profile.points) {
-    if (!point.fit || point.model != model) continue;
-    for (std::size_t c = 0; c < point.times_us.size(); ++c) {
-      if (point.times_us[c] <= 0 || fit.coefficients[model][c].points == 0) continue;
-      const double predicted = predict_us(fit, model, c, point.counts);
-      if (of_logarithms) {
-        times.push_back(std::log(point.times_us[c]));
-        errors.push_back(times.back() - std::log(std::max(predicted, 1e-3)));
-      } else {
-        times.push_back(point.times_us[c]);
-        errors.push_back(times.back() - predicted);
-      }
-    }
-  }
-  double mean = 0, total = 0, residual = 0;
-  for (const double time : times) mean += time / static_cast<double>(times.size());
-  for (std::size_t i = 0; i < times.size(); ++i) {
-    total += (times[i] - mean) * (times[i] - mean);
-    residual += errors[i] * errors[i];
-  }
-  return total > 0 ? 1 - residual / total : 1;
-}
-
 }  // namespace switchyard::tuner

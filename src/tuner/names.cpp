@@ -33,14 +33,4 @@ const char* to_string(Form form) {
 
 Form form_named(std::string_view name) { return named<Form>("the form", name, kForms); }
 
-const char* to_string(Region region) {
-  constexpr std::array kNames{"A1", "A2", "A3", "B1", "B2", "B3"};
-  return kNames[static_cast<std::size_t>(region)];
-}
-
-const char* to_string(Prediction prediction) {
-  constexpr std::array kNames{"split_k", "group_m", "wide_tiles"};
-  return kNames[static_cast<std::size_t>(prediction)];
-}
-
 }  // namespace switchyard::tuner

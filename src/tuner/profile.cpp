@@ -8,9 +8,9 @@
 #include <optional>
 #include <set>
 
+#include "base/mix64.h"
 #include "base/plural.h"
 #include "base/printable.h"
-#include "model/random_tensor.h"
 #include "switchyard/routing.h"
 #include "switchyard/tuner.h"
 #include "tuner/match.h"

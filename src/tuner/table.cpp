@@ -6,31 +6,6 @@
 #include "tuner/terms.h"
 
 namespace switchyard::tuner {
-namespace {
-
-// A table without entries.
-Table table_for(const Fit& fit, std::size_t model) {
-  Table table;
-  table.kernel = fit.kernel;
-  table.version = fit.version;
-  table.device = fit.device;
-  table.model = fit.models.at(model);
-  table.form = fit.options.form;
-  return table;
-}
-
-// The index of a configuration's entry, which is added if it is new.
-std::size_t entry_of(Table& table, const Fit& fit, std::size_t model, std::size_t configuration) {
-  const Configuration& its = fit.configurations[configuration];
-  for (std::size_t i = 0; i < table.entries.size(); ++i) {
-    if (table.entries[i].configuration.name == its.name) return i;
-  }
-  const Coefficients& k = fit.coefficients[model][configuration];
-  table.entries.push_back({its, k.a, k.b, k.c, k.d});
-  return table.entries.size() - 1;
-}
-
-}  // namespace
 
 Table make_table(const Fit& fit, std::size_t model, int most_tokens) {
   const Model& its = fit.models.at(model);
@@ -46,41 +21,18 @@ Table make_table(const Fit& fit, std::size_t model, int most_tokens) {
       }
     }
   }
-  Table table = table_for(fit, model);
-  for (const std::size_t c : chosen) entry_of(table, fit, model, c);
-  return table;
-}
-
-Table make_table_by_tokens(const Profile& profile, const Fit& fit, std::size_t model) {
-  Table table = table_for(fit, model);
-  table.by_tokens.emplace();
-  std::optional<std::size_t> before;  // the choice at the number of tokens before
-  for (const TokensChoice& choice : choices_by_tokens(profile, model)) {
-    std::optional<std::size_t> its;
-    if (choice.gain >= kLeastGain) its = choice.configuration;
-    if (its && its == before) {
-      table.by_tokens->back().last = choice.tokens;
-    } else if (its) {
-      table.by_tokens->push_back({choice.tokens, choice.tokens, entry_of(table, fit, model, *its)});
-    }
-    before = its;
+  Table table{fit.kernel, fit.version, fit.device, its, fit.options.form, {}};
+  for (const std::size_t c : chosen) {
+    const Coefficients& k = fit.coefficients[model][c];
+    table.entries.push_back({fit.configurations[c], k.a, k.b, k.c, k.d});
   }
   return table;
-}
-
-std::optional<std::size_t> entry_for(const Table& table, std::int64_t tokens) {
-  if (!table.by_tokens) return {};
-  for (const Table::Range& range : *table.by_tokens) {
-    if (range.first <= tokens && tokens <= range.last) return range.entry;
-  }
-  return {};
 }
 
 std::size_t select(const Table& table, std::span<const std::int64_t> counts) {
   if (table.entries.empty()) {
     throw Error(ErrorCode::kInvalidArgument,
-                "the table has no entries, since the kernel's own rule is the best; run the kernel "
-                "without a table");
+                "the table has no entries; make it with tuner::make_table()");
   }
   const Terms terms{table.form, table.device.num_sms};
   std::size_t best = 0;

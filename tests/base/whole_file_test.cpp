@@ -12,9 +12,9 @@
 #include <string>
 
 #include "model/errors.h"
-#include "model/generate.h"
-#include "model/model_table.h"
 #include "model/temporary_directory.h"
+#include "models/generate.h"
+#include "models/model_table.h"
 
 namespace switchyard {
 namespace {

@@ -6,7 +6,7 @@
 #include <numeric>
 
 #include "bench/suite.h"
-#include "model/generate.h"
+#include "models/generate.h"
 #include "switchyard/error.h"
 
 namespace switchyard::bench {

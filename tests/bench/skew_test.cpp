@@ -7,7 +7,7 @@
 #include <numeric>
 
 #include "bench/suite.h"
-#include "model/generate.h"
+#include "models/generate.h"
 #include "reference/reference.h"
 #include "switchyard/error.h"
 #include "switchyard/routing.h"

@@ -7,8 +7,8 @@
 
 #include "base/parsed.h"
 #include "bench/skew.h"
-#include "model/generate.h"
 #include "model/temporary_directory.h"
+#include "models/generate.h"
 
 namespace switchyard::bench {
 namespace {

@@ -299,12 +299,18 @@ TEST_F(Workspaces, MayEndBeforeTheirLayersAndTheirWorld) {
   expect_same_bits();
 }
 
-TEST_F(Workspaces, AreJoinedByWayOfALayer) {
+TEST_F(Workspaces, AreNotJoinedByWayOfALayer) {
   ASSERT_EQ(create(), SY_OK);
   ASSERT_EQ(create_layer(0), SY_OK);
   shapes_[1].options.share_memory_with = layers_[0];
-  ASSERT_EQ(shapes_[1].create(world_, &layers_[1]), SY_OK) << last_error().message;
-  expect_same_bits();
+  EXPECT_EQ(shapes_[1].create(world_, &layers_[1]), SY_INVALID_ARGUMENT);
+  EXPECT_THAT(last_error().message, HasSubstr("make one with sy_workspace_create()"));
+  shapes_[1].options.share_memory_with = nullptr;
+  shapes_[1].options.table_file = "layer.olmoe.table.json";
+  EXPECT_EQ(shapes_[1].create(world_, &layers_[1]), SY_INVALID_ARGUMENT);
+  EXPECT_THAT(last_error().message,
+              HasSubstr("table_file is 'layer.olmoe.table.json', but layers have no tables"));
+  EXPECT_EQ(layers_[1], nullptr);
 }
 
 TEST_F(Workspaces, RefuseLayersThatNeedMore) {

@@ -8,6 +8,7 @@
 #include <string>
 
 #include "cli/command.h"
+#include "switchyard/checkpoint.h"
 #include "switchyard/weights.h"
 
 namespace switchyard::cli {

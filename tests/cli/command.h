@@ -17,8 +17,8 @@
 #include <utility>
 #include <vector>
 
-#include "model/safetensors.h"
 #include "model/temporary_directory.h"
+#include "models/matrix_file.h"
 
 namespace switchyard::cli {
 

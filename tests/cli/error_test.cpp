@@ -10,7 +10,8 @@
 #include "base/shown.h"
 #include "cli/command.h"
 #include "gpu/device.h"
-#include "model/model_table.h"
+#include "models/matrix_file.h"
+#include "models/model_table.h"
 
 namespace switchyard::cli {
 namespace {

@@ -17,7 +17,8 @@
 #include "cli/format.h"
 #include "fabric/namespaces.h"
 #include "gpu/device.h"
-#include "model/model_table.h"
+#include "models/matrix_file.h"
+#include "models/model_table.h"
 #include "network/network.h"
 #include "switchyard/error.h"
 

@@ -25,7 +25,7 @@ struct Share : GatedTokens {
   MoeWeights weights = generate_weights(spec, DType::kF32, 1, {.num_threads = 1});
 
   MoeLayer layer(const World& world, int threads = 1) const {
-    const LayerOptions options{.max_tokens = kTokens, .num_threads = threads};
+    const LayerOptions options{.max_tokens = kTokens, .cpu = {.num_threads = threads}};
     return {world, spec, weights, options};
   }
 };

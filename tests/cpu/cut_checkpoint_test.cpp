@@ -8,12 +8,13 @@
 #include <filesystem>
 
 #include "model/errors.h"
-#include "model/generate.h"
-#include "model/model_table.h"
 #include "model/temporary_directory.h"
+#include "models/generate.h"
+#include "models/model_table.h"
 #include "support/accuracy.h"
 #include "support/layers.h"
 #include "support/ranks.h"
+#include "switchyard/checkpoint.h"
 #include "switchyard/weights.h"
 
 namespace switchyard::testing {
@@ -55,7 +56,7 @@ TEST_F(CutCheckpoint, APassSaysSo) {
     for (const int threads : {1, 4}) {
       SCOPED_TRACE(part);
       write();
-      MoeLayer layer(World::single(), spec_, weights_, {.num_threads = threads});
+      MoeLayer layer(World::single(), spec_, weights_, {.cpu = {.num_threads = threads}});
       const Shares shares = Shares::even(kTokens, 1);
       BatchResult result = empty_result(spec_, batch_, 1, DType::kBF16);
       forward_share(layer, batch_, shares, 0, result);
@@ -91,7 +92,7 @@ TEST_F(CutCheckpoint, NoRankGetsRowsThatAreMadeOfZeros) {
   std::atomic<int> named{0}, told{0};
   std::barrier together(kRanks, [&]() noexcept { cut(0); });
   run_all_ranks(World::threads(kRanks), [&](const World& world) {
-    MoeLayer layer(world, spec_, weights_, {.num_threads = 2});
+    MoeLayer layer(world, spec_, weights_, {.cpu = {.num_threads = 2}});
     forward_share(layer, batch_, shares, world.rank(), result);
     together.arrive_and_wait();
     try {

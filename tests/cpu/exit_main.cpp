@@ -32,7 +32,7 @@ std::atomic<int> passes{0};
 void loop_over_passes() {
   const LayerSpec spec = spec_of(256, 128, 8, 2);
   auto* const weights = new MoeWeights(generate_weights(spec, DType::kBF16, 1, {.num_threads = 1}));
-  auto* const layer = new MoeLayer(World::single(), spec, *weights, {.num_threads = 2});
+  auto* const layer = new MoeLayer(World::single(), spec, *weights, {.cpu = {.num_threads = 2}});
   const Matrix x = Matrix::random(48, 256, DType::kBF16, 2);
   Matrix y(48, 256, DType::kBF16);
   ForwardInput in;

@@ -65,9 +65,9 @@ TEST_P(Stall, EveryOtherRankNamesTheStalledOne) {
   bool owes_results = false;
   const std::vector<World> worlds = World::threads(kRanks, {.deadline = deadline});
   const auto failures = run_ranks(worlds, [&](const World& world) {
-    LayerOptions options{.max_tokens = 64, .num_threads = 1};
+    LayerOptions options{.max_tokens = 64, .cpu = {.num_threads = 1}};
     if (world.rank() == kStalled) {
-      options.on_step = [&](const ProtocolStep& step) {
+      options.diagnostics.on_step = [&](const ProtocolStep& step) {
         if (step.kind == GetParam() && step.epoch == kEpoch) {
           owes_results = results_sent < results_of_an_epoch;
           gate.wait();
@@ -106,7 +106,8 @@ TEST_P(Stall, EveryOtherRankNamesTheStalledOne) {
 
   // The process lives, and the next world works.
   run_all_ranks(World::threads(kRanks), [&](const World& world) {
-    MoeLayer layer(world, spec_of_16_experts(), weights_of_16_experts(), {.num_threads = 1});
+    MoeLayer layer(world, spec_of_16_experts(), weights_of_16_experts(),
+                   {.cpu = {.num_threads = 1}});
     Share share;
     share.forward(layer);
   });
@@ -129,9 +130,9 @@ TEST(Fault, ASlowRankIsWaitedFor) {
   const WorldOptions world_options{.deadline = milliseconds(300)};
   std::atomic<int> steps{0};
   run_all_ranks(World::threads(2, world_options), [&](const World& world) {
-    LayerOptions options{.num_threads = 1};
+    LayerOptions options{.cpu = {.num_threads = 1}};
     if (world.rank() == 1) {
-      options.on_step = [&](const ProtocolStep&) {
+      options.diagnostics.on_step = [&](const ProtocolStep&) {
         ++steps;
         std::this_thread::sleep_for(milliseconds(30));
       };
@@ -146,7 +147,8 @@ TEST(Fault, ASlowRankIsWaitedFor) {
 TEST(Fault, ASkippedCallIsNoticed) {
   const auto failures =
       run_ranks(World::threads(3, {.deadline = milliseconds(200)}), [&](const World& world) {
-        MoeLayer layer(world, spec_of_16_experts(), weights_of_16_experts(), {.num_threads = 1});
+        MoeLayer layer(world, spec_of_16_experts(), weights_of_16_experts(),
+                       {.cpu = {.num_threads = 1}});
         Share share;
         share.forward(layer);
         if (world.rank() == 1) return;
@@ -163,9 +165,9 @@ TEST(Fault, ASkippedCallIsNoticed) {
 TEST(Fault, AnExceptionOnOneRankEndsThePassForAll) {
   const auto start = test::Clock::now();
   const auto failures = run_ranks(World::threads(3), [&](const World& world) {
-    LayerOptions options{.num_threads = 2};
+    LayerOptions options{.cpu = {.num_threads = 2}};
     if (world.rank() == 1) {
-      options.on_step = [](const ProtocolStep& step) {
+      options.diagnostics.on_step = [](const ProtocolStep& step) {
         if (step.kind == Kind::kGemm2 && step.epoch == 2) throw std::runtime_error("spilt coffee");
       };
     }
@@ -187,8 +189,8 @@ TEST(Fault, AKilledProcessIsNamedAndTheSurvivorsGoOn) {
   const std::vector<int> codes = test::run_processes(4, [&](int rank) {
     WorldOptions world_options{.deadline = milliseconds(500), .rendezvous = rendezvous};
     const World world = World::processes(rank, 4, world_options);
-    LayerOptions options{.num_threads = 1};
-    options.on_step = [&](const ProtocolStep& step) {
+    LayerOptions options{.cpu = {.num_threads = 1}};
+    options.diagnostics.on_step = [&](const ProtocolStep& step) {
       if (rank == 1 && step.kind == Kind::kDispatch && step.epoch == 3) ::raise(SIGKILL);
     };
     MoeLayer layer(world, spec_of_16_experts(), weights_of_16_experts(), options);
@@ -203,7 +205,8 @@ TEST(Fault, AKilledProcessIsNamedAndTheSurvivorsGoOn) {
     world_options.rendezvous += " survivors";
     world_options.deadline = test::kGenerous;
     const World survivors = World::processes(rank == 0 ? 0 : rank - 1, 3, world_options);
-    MoeLayer again(survivors, spec_of_16_experts(), weights_of_16_experts(), {.num_threads = 1});
+    MoeLayer again(survivors, spec_of_16_experts(), weights_of_16_experts(),
+                   {.cpu = {.num_threads = 1}});
     share.y = Matrix(40, 64, DType::kF32);
     share.forward(again);
     EXPECT_TRUE(share.y == before);
@@ -218,7 +221,7 @@ class BadCall : public ::testing::Test {
                       const std::function<void(ForwardInput&, ForwardOutput&)>& spoil,
                       LayerSpec spec = spec_of_16_experts()) {
     MoeLayer layer(World::single(), spec, weights_of_16_experts(),
-                   {.max_tokens = 50, .num_threads = 1});
+                   {.max_tokens = 50, .cpu = {.num_threads = 1}});
     Share share;
     ForwardInput input{.activations = share.x.view()};
     ForwardOutput output{.data = share.y.row(0), .dtype = DType::kF32};
@@ -289,7 +292,7 @@ TEST(BadLayer, RanksThatDisagreeSayOnWhat) {
                                   const std::function<void(LayerSpec&, LayerOptions&)>& spoil) {
     const auto failures = run_ranks(World::threads(3), [&](const World& world) {
       LayerSpec spec = spec_of_16_experts();
-      LayerOptions options{.num_threads = 1};
+      LayerOptions options{.cpu = {.num_threads = 1}};
       if (world.rank() == 2) spoil(spec, options);
       MoeLayer layer(world, spec, weights_of_16_experts(), options);
     });

@@ -3,6 +3,7 @@
 //
 // The parents here have threads, unlike those of run_processes(). They all sleep between two calls,
 // so they hold no lock that a child could miss.
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -53,7 +54,7 @@ struct LayerProblem {
   LayerSpec spec = spec_of(64, 32, 8, 2);
   MoeWeights weights = generate_weights(spec, DType::kF32, 1, {.num_threads = 1});
   Batch batch = random_batch(spec, 16, DType::kF32, 2);
-  LayerOptions options{.num_threads = 3};
+  LayerOptions options{.cpu = {.num_threads = 3}};
 
   BatchResult run(MoeLayer& layer) const {
     BatchResult result = empty_result(spec, batch, 1, DType::kF32);

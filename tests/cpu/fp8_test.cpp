@@ -55,7 +55,7 @@ TEST_P(EveryModelInFp8, SameBitsOnEveryRepetitionAndRankCount) {
   for (const int ranks : {1, 2, 3}) {
     for (const int threads : {1, 3}) {
       const BatchResult again = run_batch(spec_, weights_, batch, Shares::even(103, ranks),
-                                          DType::kBF16, {.num_threads = threads});
+                                          DType::kBF16, {.cpu = {.num_threads = threads}});
       EXPECT_TRUE(again.output == first.output) << ranks << " ranks, " << threads << " threads";
     }
   }
@@ -84,7 +84,7 @@ TEST(Fp8Scales, OfEveryForm) {
 TEST(Fp8Scales, OtherBlocksComputeInBf16OrNotAtAll) {
   const LayerSpec spec = plain_spec();
   const Rescaled weights(fp8_weights(spec), 64, 32, 0);
-  LayerOptions options{.max_tokens = 4, .num_threads = 1};
+  LayerOptions options{.max_tokens = 4, .cpu = {.num_threads = 1}};
   EXPECT_EQ(MoeLayer(World::single(), spec, weights.get(), options).compute(), DType::kBF16);
   options.compute = kFp8;
   EXPECT_ERROR(MoeLayer(World::single(), spec, weights.get(), options), ErrorCode::kUnsupported,

@@ -103,9 +103,9 @@ TEST_P(Late, OthersWorkInTheMeantimeAndBitsAreTheSame) {
           BatchResult result = empty_result(spec, batch, kRanks, DType::kF32);
           run_all_ranks(World::threads(kRanks), [&](const World& world) {
             LayerOptions options = alone_options;
-            options.num_threads = 1;
+            options.cpu.num_threads = 1;
             options.patience = patience;
-            options.on_step = [&](const ProtocolStep& step) { watch.see(step); };
+            options.diagnostics.on_step = [&](const ProtocolStep& step) { watch.see(step); };
             MoeLayer layer(world, spec, weights_of_rank(weights, world.rank(), kRanks), options);
             if (world.rank() == late) {
               const bool done = test::eventually([&] {
@@ -165,8 +165,8 @@ TEST(LateRank, RowsThatComeLaterGetTilesOfTheirOwn) {
   // AMX has other tiles, whose number is not looked at.
   const bool counts = std::string(cpu::gemm_instruction_set()) != "amx_bf16";
   run_all_ranks(World::threads(2), [&](const World& world) {
-    LayerOptions options{.num_threads = 1, .patience = microseconds(0)};
-    options.on_step = [&](const ProtocolStep& step) { watch.see(step); };
+    LayerOptions options{.cpu = {.num_threads = 1}, .patience = microseconds(0)};
+    options.diagnostics.on_step = [&](const ProtocolStep& step) { watch.see(step); };
     MoeLayer layer(world, spec, weights, options);
     if (world.rank() == 1) {
       test::eventually([&] { return watch.all[0] >= 6; },
@@ -189,8 +189,10 @@ TEST(LateRank, ADeadRankIsNamed) {
     std::atomic<int> gemms{0};
     const auto failures = run_ranks(
         World::threads(3, test::with_deadline(milliseconds(250))), [&](const World& world) {
-          LayerOptions options{.num_threads = 1, .patience = microseconds(0)};
-          options.on_step = [&](const ProtocolStep& step) { gemms += step.kind == Kind::kGemm1; };
+          LayerOptions options{.cpu = {.num_threads = 1}, .patience = microseconds(0)};
+          options.diagnostics.on_step = [&](const ProtocolStep& step) {
+            gemms += step.kind == Kind::kGemm1;
+          };
           MoeLayer layer(world, spec, weights, options);
           if (world.rank() == dead) return;
           const Batch batch{Matrix::random(90, spec.hidden, DType::kF32, 5), {}, {}, {}};
@@ -237,10 +239,11 @@ TEST(LateSoak, RandomLatenessAndSizes) {
   std::atomic<std::uint64_t> early{0};
   run_all_ranks(World::threads(kRanks), [&](const World& world) {
     const auto r = static_cast<std::uint64_t>(world.rank());
-    LayerOptions options{
-        .max_tokens = 160, .num_threads = world.rank() == 1 ? 2 : 1, .patience = microseconds(20)};
+    LayerOptions options{.max_tokens = 160,
+                         .cpu = {.num_threads = world.rank() == 1 ? 2 : 1},
+                         .patience = microseconds(20)};
     std::atomic<bool> planned{false};
-    options.on_step = [&](const ProtocolStep& step) {
+    options.diagnostics.on_step = [&](const ProtocolStep& step) {
       if (step.kind == Kind::kPublishCounts) planned = false;
       if (step.kind == Kind::kPlan) planned = true;
       early += step.kind == Kind::kGemm1 && !planned;

@@ -56,8 +56,8 @@ TEST_P(EveryModel, SameBitsOnEveryRepetitionAndRankCount) {
     const BatchResult first = run_batch(spec_, w, batch, Shares::even(203, 1), dtype);
     for (const int ranks : {1, 2, 4}) {
       for (const int threads : {1, 3}) {
-        const BatchResult again =
-            run_batch(spec_, w, batch, Shares::even(203, ranks), dtype, {.num_threads = threads});
+        const BatchResult again = run_batch(spec_, w, batch, Shares::even(203, ranks), dtype,
+                                            {.cpu = {.num_threads = threads}});
         EXPECT_TRUE(again.output == first.output)
             << ranks << " ranks, " << threads << " threads, " << to_string(dtype);
       }

@@ -78,7 +78,7 @@ TEST_P(Placements, MatchFp64) {
       BatchResult result = empty_result(spec, batch, ranks, DType::kF32);
       run_all_ranks(World::threads(ranks), [&](const World& world) {
         MoeLayer layer(world, spec, of_rank(w, placement, world.rank(), ranks),
-                       {.num_threads = 2, .placement = placement});
+                       {.cpu = {.num_threads = 2}, .placement = placement});
         for (int i = 0; i < 3; ++i) {
           forward_share(layer, batch, shares, world.rank(), result);
         }
@@ -107,7 +107,7 @@ TEST_P(Placements, OwnReplicasAreUsed) {
   BatchResult result = empty_result(spec, batch, ranks, DType::kF32);
   run_all_ranks(World::threads(ranks), [&](const World& world) {
     MoeLayer layer(world, spec, of_rank(w, everywhere, world.rank(), ranks),
-                   {.num_threads = 1, .placement = everywhere});
+                   {.cpu = {.num_threads = 1}, .placement = everywhere});
     forward_share(layer, batch, shares, world.rank(), result);
   });
   EXPECT_LE(output_error(spec, w, batch, result), 1e-5);
@@ -125,7 +125,7 @@ TEST_P(Placements, ChangeBetweenPasses) {
   const Shares shares = Shares::even(kTokens, ranks);
   std::vector<BatchResult> results(4, empty_result(spec, batch, ranks, DType::kF32));
   run_all_ranks(World::threads(ranks), [&](const World& world) {
-    const LayerOptions options{.num_threads = 1, .placement = random_placement(16, 24, 0)};
+    const LayerOptions options{.cpu = {.num_threads = 1}, .placement = random_placement(16, 24, 0)};
     MoeLayer layer(world, spec, of_rank(w, options.placement, world.rank(), ranks), options);
     for (std::size_t i = 0; i < results.size(); ++i) {
       if (i != 0) {
@@ -145,7 +145,7 @@ TEST(PlacementErrors, AreTold) {
   const LayerSpec spec = spec_of(96, 64, 4, 2);
   const MoeWeights w = generate_weights(spec, DType::kF32, 3, {.num_threads = 1});
   const auto make = [&](const World& world, const ExpertPlacement& placement) {
-    const LayerOptions options{.num_threads = 1, .placement = placement};
+    const LayerOptions options{.cpu = {.num_threads = 1}, .placement = placement};
     MoeWeights own = w;
     own.experts.clear();
     for (const std::int32_t e : placement.expert_at) {

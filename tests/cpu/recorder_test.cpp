@@ -57,8 +57,9 @@ TEST_P(RecorderOfRanks, HasTheLastSteps) {
   std::vector<Recording> recordings(static_cast<std::size_t>(ranks));
   BatchResult result = empty_result(spec, given.batches[0], ranks, DType::kF32);
   run_all_ranks(World::threads(ranks), [&](const World& world) {
-    MoeLayer layer(world, spec, weights,
-                   {.num_threads = 2, .recorded_steps = 4, .name = "layers.3"});
+    MoeLayer layer(
+        world, spec, weights,
+        {.cpu = {.num_threads = 2}, .diagnostics = {.recorded_steps = 4, .name = "layers.3"}});
     EXPECT_TRUE(layer.recording().steps.empty());
     for (std::size_t i = 0; i < given.batches.size(); ++i) {
       forward_share(layer, given.batches[i], shares, world.rank(), result);
@@ -107,8 +108,9 @@ TEST(Recorder, CountsExpertsNotPlaces) {
   const ExpertPlacement first{{5, 4, 3, 2, 1, 0, 0}}, second{{1, 0, 2, 5, 3, 4, 4}};
   const GivenRouting given(2, spec);
   BatchResult result = empty_result(spec, given.batches[0], 1, DType::kF32);
-  MoeLayer layer(World::single(), spec, placed(first),
-                 {.num_threads = 1, .placement = first, .recorded_steps = 2});
+  MoeLayer layer(
+      World::single(), spec, placed(first),
+      {.cpu = {.num_threads = 1}, .placement = first, .diagnostics = {.recorded_steps = 2}});
   forward_share(layer, given.batches[0], Shares::even(kTokens, 1), 0, result);
   layer.rebind(placed(second), second);
   forward_share(layer, given.batches[1], Shares::even(kTokens, 1), 0, result);
@@ -121,16 +123,16 @@ TEST(Recorder, CountsExpertsNotPlaces) {
 TEST(Recorder, IsOffUnlessAskedFor) {
   const LayerSpec spec = small_spec();
   const MoeWeights weights = generate_weights(spec, DType::kF32, 3, {.num_threads = 1});
-  LayerOptions options{.num_threads = 1};
+  LayerOptions options{.cpu = {.num_threads = 1}};
   MoeLayer off(World::single(), spec, weights, options);
   EXPECT_ERROR(off.recording(), ErrorCode::kInvalidArgument, "recorded_steps");
-  options.recorded_steps = 100;
+  options.diagnostics.recorded_steps = 100;
   const MoeLayer on(World::single(), spec, weights, options);
   EXPECT_EQ(on.workspace_bytes() - off.workspace_bytes(), 8u + 100 * (16 + 4 * kExperts));
-  options.recorded_steps = -1;
+  options.diagnostics.recorded_steps = -1;
   EXPECT_ERROR(MoeLayer(World::single(), spec, weights, options), ErrorCode::kInvalidArgument,
                "recorded_steps is -1");
-  options.recorded_steps = (1 << 20) + 1;
+  options.diagnostics.recorded_steps = (1 << 20) + 1;
   EXPECT_ERROR(MoeLayer(World::single(), spec, weights, options), ErrorCode::kInvalidArgument,
                "recorded_steps is 1048577");
 }

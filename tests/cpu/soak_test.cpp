@@ -63,8 +63,8 @@ struct Script {
   int play(const World& world, std::uint64_t epochs) const {
     MoeLayer layer(world, spec, weights,
                    {.max_tokens = 64,
-                    .num_threads = world.rank() == 0 ? 2 : 1,
-                    .on_step = test::random_delays(seed)});
+                    .cpu = {.num_threads = world.rank() == 0 ? 2 : 1},
+                    .diagnostics = {.on_step = test::random_delays(seed)}});
     int different = 0;
     const auto r = static_cast<std::size_t>(world.rank());
     for (std::uint64_t epoch = 0; epoch < epochs; ++epoch) {

@@ -86,8 +86,9 @@ int play(const World& world, const Trial& trial, std::string& words,
   const LayerSpec spec = trial.spec();
   const MoeWeights weights = generate_weights(spec, DType::kF32, 1, {.num_threads = 1});
   std::atomic<int> steps_left{trial.at};
-  LayerOptions options{.max_tokens = 64, .num_threads = trial.threads, .deadline = kDeadline};
-  options.on_step = [&, rank = world.rank()](const ProtocolStep& step) {
+  LayerOptions options{
+      .max_tokens = 64, .cpu = {.num_threads = trial.threads}, .deadline = kDeadline};
+  options.diagnostics.on_step = [&, rank = world.rank()](const ProtocolStep& step) {
     if (rank == trial.victim && step.epoch >= 3 && step.kind == trial.kind &&
         steps_left.fetch_sub(1) == 0) {
       on_victims_step();

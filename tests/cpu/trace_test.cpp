@@ -37,7 +37,7 @@ Traced run_traced(const LayerSpec& spec, int ranks, int threads) {
   Traced traced;
   traced.traces.resize(static_cast<std::size_t>(ranks));
   run_all_ranks(World::threads(ranks), [&](const World& world) {
-    LayerOptions options{.num_threads = threads, .trace = true};
+    LayerOptions options{.cpu = {.num_threads = threads}, .diagnostics = {.trace = true}};
     options.patience = std::chrono::hours(1);  // every expert's rows are placed together
     MoeLayer layer(world, spec, weights, options);
     for (int pass = 0; pass < 2; ++pass) {
@@ -314,10 +314,10 @@ INSTANTIATE_TEST_SUITE_P(Trace, EveryWorld,
 TEST(CpuTrace, WithoutTheOptionIsRefused) {
   LayerSpec spec = spec_with_shared_expert();
   const MoeWeights weights = generate_weights(spec, DType::kBF16, 3, {.num_threads = 1});
-  MoeLayer layer(World::single(), spec, weights, {.max_tokens = 8, .num_threads = 1});
+  MoeLayer layer(World::single(), spec, weights, {.max_tokens = 8, .cpu = {.num_threads = 1}});
   EXPECT_ERROR(layer.trace(), ErrorCode::kInvalidArgument, "the option trace");
   MoeLayer traced(World::single(), spec, weights,
-                  {.max_tokens = 8, .num_threads = 1, .trace = true});
+                  {.max_tokens = 8, .cpu = {.num_threads = 1}, .diagnostics = {.trace = true}});
   EXPECT_TRUE(traced.trace().events.empty());  // no pass yet
 }
 

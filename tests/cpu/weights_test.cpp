@@ -87,7 +87,7 @@ class ChangedWeights : public ::testing::TestWithParam<std::tuple<int, DType>> {
     const Shares shares = Shares::even(kTokens, ranks);
     BatchResult before = empty_result(spec_, batch_, ranks, DType::kF32), after = before;
     run_all_ranks(World::threads(ranks), [&](World world) {
-      MoeLayer layer(world, spec_, weights, {.num_threads = 1});
+      MoeLayer layer(world, spec_, weights, {.cpu = {.num_threads = 1}});
       forward_share(layer, batch_, shares, world.rank(), before);
       world.barrier();
       change(layer, world);
@@ -178,7 +178,7 @@ TEST(Rebind, OfWhatDoesNotFitIsRefusedAndLeavesTheLayer) {
   const LayerSpec spec = spec_with_everything();
   const MoeWeights mine = generate_weights(spec, DType::kF32, 3, {});
   const Batch batch = random_batch(spec, kTokens, DType::kF32, 4);
-  MoeLayer layer(World::single(), spec, mine, {.num_threads = 1});
+  MoeLayer layer(World::single(), spec, mine, {.cpu = {.num_threads = 1}});
   BatchResult before = empty_result(spec, batch, 1, DType::kF32), after = before;
   const Shares shares = Shares::even(kTokens, 1);
   forward_share(layer, batch, shares, 0, before);

@@ -92,7 +92,8 @@ TEST_F(FewThreads, ARankThatCannotHaveThemIsToldToAll) {
     const auto start = std::chrono::steady_clock::now();
     const std::vector<World> worlds = World::threads(3, {.deadline = std::chrono::minutes(1)});
     const auto failures = testing::run_ranks(worlds, [&](const World& world) {
-      MoeLayer(world, spec, weights, {.max_tokens = 8, .num_threads = world.rank() == 1 ? 512 : 1});
+      MoeLayer(world, spec, weights,
+               {.max_tokens = 8, .cpu = {.num_threads = world.rank() == 1 ? 512 : 1}});
     });
     for (const std::exception_ptr& failure : failures) {
       if (!failure) return false;

@@ -49,7 +49,7 @@ struct Layers {
   int max_tokens(std::size_t l) const { return kMostTokens - static_cast<int>(l) * 11; }
   MoeLayer make(const World& world, std::size_t l, const Workspace* workspace, int slot = 0) const {
     const LayerOptions options{.max_tokens = max_tokens(l),
-                               .num_threads = 1,
+                               .cpu = {.num_threads = 1},
                                .workspace = workspace,
                                .workspace_slot = slot,
                                .compute = compute};
@@ -160,7 +160,7 @@ TEST(Workspace, LayersThatNeedMoreAreRefused) {
     const auto refused = [&](const LayerSpec& spec, int max_tokens, const char* what) {
       SCOPED_TRACE(what);
       const MoeWeights weights = generate_weights(spec, DType::kF32, 1, {.num_threads = 1});
-      LayerOptions options{.max_tokens = max_tokens, .num_threads = 1};
+      LayerOptions options{.max_tokens = max_tokens, .cpu = {.num_threads = 1}};
       options.workspace = &workspace;
       EXPECT_ERROR(MoeLayer(world, spec, weights, options), ErrorCode::kInvalidArgument,
                    "does not fit");
@@ -230,10 +230,6 @@ TEST(Workspace, StaysAsLongAsALayerIsInIt) {
     MoeLayer layer = layers.make(world, 0, workspace.get());
     workspace.reset();
     forward_share(layer, batch, shares, world.rank(), result);
-    // Another layer may join it by way of this one.
-    LayerOptions options{.max_tokens = 10, .num_threads = 1};
-    options.share_memory_with = &layer;
-    MoeLayer second(world, layers.specs[1], layers.weights[1], options);
   });
   EXPECT_TRUE(result.output ==
               run_batch(layers.specs[0], layers.weights[0], batch, shares, DType::kF32).output);
@@ -278,9 +274,9 @@ TEST(Workspace, ASecondPassInTheSameSlotIsRefused) {
   BatchResult result = empty_result(layers.specs[0], batch, 1, DType::kF32);
   BatchResult of_other = empty_result(layers.specs[1], others, 1, DType::kF32);
   std::atomic<int> seen = 0;
-  LayerOptions options{.max_tokens = 10, .num_threads = 1};
+  LayerOptions options{.max_tokens = 10, .cpu = {.num_threads = 1}};
   options.workspace = &workspace;
-  options.on_step = [&](const ProtocolStep&) {
+  options.diagnostics.on_step = [&](const ProtocolStep&) {
     ++seen;
     EXPECT_ERROR(forward_share(other, others, Shares::even(5, 1), 0, of_other),
                  ErrorCode::kInvalidArgument, "another pass is under way in the same memory");
@@ -311,7 +307,7 @@ TEST(Workspace, ReleasesAndRestores) {
     std::atomic<std::uint64_t> before = 0, after = 0;
     run_all_ranks(World::threads(ranks), [&](World world) {
       Workspace workspace(world, spec, {.max_tokens = kTokens, .num_threads = 1});
-      LayerOptions options{.max_tokens = kTokens, .num_threads = 1};
+      LayerOptions options{.max_tokens = kTokens, .cpu = {.num_threads = 1}};
       options.workspace = &workspace;
       MoeLayer layer(world, spec, weights, options);
       forward_share(layer, batch, shares, world.rank(), results[0]);
@@ -346,7 +342,7 @@ TEST(Workspace, OneThatDiedCannotBeReleased) {
   BatchResult result = empty_result(layers.specs[0], batch, 2, DType::kF32);
   run_all_ranks(World::threads(2), [&](World world) {
     Workspace workspace(world, layers.specs, layers.options());
-    LayerOptions options{.max_tokens = 10, .num_threads = 1};
+    LayerOptions options{.max_tokens = 10, .cpu = {.num_threads = 1}};
     options.deadline = std::chrono::milliseconds(200);
     options.workspace = &workspace;
     MoeLayer layer(world, layers.specs[0], layers.weights[0], options);

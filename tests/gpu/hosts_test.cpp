@@ -117,17 +117,16 @@ TEST_F(GpuHosts, ARankThatDoesNotComeIsNamed) {
 
 // ----------------------------------------------------------------------------------- layers
 
-const std::vector<int> kHosts = {2, 1};
+const std::vector<int> kHosts = {1, 1, 1};
 constexpr int kRanks = 3;
 
 BatchResult run_over_hosts(const LayerSpec& spec, const MoeWeights& weights, const Batch& batch,
-                           const Shares& shares, DType output, LayerOptions options = {},
-                           const std::vector<int>& ranks_of_hosts = kHosts) {
+                           const Shares& shares, DType output, LayerOptions options = {}) {
   std::vector<BatchResult> results(2, empty_result(spec, batch, kRanks, output));
   const auto most =
       static_cast<int>(std::max<std::int64_t>(1, *std::ranges::max_element(shares.count)));
   test::ChaosHosts hosts;
-  hosts.ranks_of_hosts = ranks_of_hosts;
+  hosts.ranks_of_hosts = kHosts;
   hosts.windows = {};
   require_nothing_thrown(test::run_over_chaos(hosts, [&](const World& world) {
     DeviceRank rank(world, spec, weights, most, options);
@@ -144,51 +143,20 @@ TEST_P(EveryModelOverHosts, IsAsGoodAsAStraightforwardProgram) {
   const LayerSpec spec = small_spec(GetParam());
   const MoeWeights weights = make_weights(spec, DType::kBF16);
   const Batch batch = random_batch(spec, 90, DType::kBF16, 5);
-  for (const std::vector<int>& hosts : {kHosts, {1, 1, 1}}) {
-    for (const bool summed : {false, true}) {
-      SCOPED_TRACE(::testing::Message() << hosts.size() << (summed ? " summed" : ""));
-      LayerOptions options;
-      options.pre_sum_per_host = summed;
-      const BatchResult result = run_over_hosts(spec, weights, batch, Shares::of({50, 0, 40}),
-                                                DType::kBF16, options, hosts);
-      expect_same_routing(spec, weights, batch, result);
-      expect_accurate(spec, weights, batch, result);
-    }
-  }
+  const BatchResult result =
+      run_over_hosts(spec, weights, batch, Shares::of({50, 0, 40}), DType::kBF16);
+  expect_same_routing(spec, weights, batch, result);
+  expect_accurate(spec, weights, batch, result);
 }
 INSTANTIATE_TEST_SUITE_P(ModelTable, EveryModelOverHosts, ::testing::ValuesIn(model_table()),
                          name_of_model);
 
-TEST_F(GpuHosts, LayersHaveTheBitsOfOneHost) {
-  for (const bool fp8 : {false, true}) {
-    for (const bool weighs_input : {false, true}) {
-      SCOPED_TRACE(::testing::Message() << (fp8 ? "fp8 " : "bf16 ") << weighs_input);
-      LayerSpec spec = spec_of(256, 384, 13, 4);
-      spec.shared_intermediate = 256;
-      spec.weight_on_input = weighs_input;
-      const MoeWeights weights = make_weights(spec, fp8 ? DType::kF8E4M3 : DType::kBF16);
-      const Batch batch = routed(spec, 700, 0.8);
-      for (const Shares& shares : {Shares::of({300, 0, 400}), Shares::of({1, 690, 9})}) {
-        const BatchResult result = run_over_hosts(spec, weights, batch, shares, DType::kBF16);
-        const BatchResult expected = run_on_gpus(spec, weights, batch, shares, DType::kBF16);
-        EXPECT_TRUE(result.output == expected.output);
-        EXPECT_EQ(result.ids, expected.ids);
-        for (std::size_t r = 0; r < kRanks; ++r) {
-          EXPECT_EQ(result.stats[r].tokens, shares.count[r]);
-        }
-      }
-    }
-  }
-}
-
 // The sums of one host are those of any other number of its ranks.
-TEST_F(GpuHosts, LayersInTwoLevelsHaveTheBitsOfAnyNumberOfRanks) {
+TEST_F(GpuHosts, LayersHaveTheBitsOfAnyNumberOfRanks) {
   LayerSpec spec = spec_of(256, 384, 12, 4);
   spec.shared_intermediate = 256;
   const MoeWeights weights = make_weights(spec, DType::kBF16);
   const Batch batch = routed(spec, 700, 0.8);
-  LayerOptions options;
-  options.pre_sum_per_host = true;
   std::vector<Matrix> outputs;
   for (const int ranks : {1, 2}) {
     const Shares shares = Shares::even(700, 2 * ranks);
@@ -197,7 +165,7 @@ TEST_F(GpuHosts, LayersInTwoLevelsHaveTheBitsOfAnyNumberOfRanks) {
     hosts.ranks_of_hosts = {ranks, ranks};
     hosts.windows = {};
     require_nothing_thrown(test::run_over_chaos(hosts, [&](const World& world) {
-      DeviceRank rank(world, spec, weights, 350, options);
+      DeviceRank rank(world, spec, weights, 350);
       for (int pass = 0; pass < 3; ++pass) rank.run(batch, shares, result);
     }));
     expect_accurate(spec, weights, batch, result);
@@ -206,33 +174,29 @@ TEST_F(GpuHosts, LayersInTwoLevelsHaveTheBitsOfAnyNumberOfRanks) {
   EXPECT_TRUE(outputs[0] == outputs[1]);
 }
 
-// Carried by the exchange, or in rows that the device quantises. Tokens that the caller has
-// quantised have the same bits.
-TEST_F(GpuHosts, Fp8LayersInTwoLevelsAreAccurate) {
+// The device quantises tokens. Those that the caller has quantised have the same bits.
+TEST_F(GpuHosts, Fp8LayersAreAccurate) {
   LayerSpec spec = spec_of(272, 384, 12, 4);
   spec.shared_intermediate = 128;
   const MoeWeights weights = make_weights(spec, DType::kF8E4M3);
   LayerOptions options;
-  options.pre_sum_per_host = true;
   options.compute = DType::kF8E4M3;
   const Shares shares = Shares::of({100, 0, 200});
-  for (const std::vector<int>& hosts : {kHosts, {1, 1, 1}}) {
-    const auto run = [&](const Batch& batch) {
-      return run_over_hosts(spec, weights, batch, shares, DType::kBF16, options, hosts);
-    };
-    Batch batch = routed(spec, 300, 0.8);
-    for (const DType dtype : {DType::kBF16, DType::kF16, DType::kF32}) {
-      SCOPED_TRACE(::testing::Message() << hosts.size() << " hosts, " << to_string(dtype));
-      batch.x = Matrix::random(300, spec.hidden, dtype, 17);
-      const BatchResult result = run(batch);
-      double yardstick = 0;
-      const double error = output_error(spec, weights, batch, result, &yardstick, true);
-      EXPECT_LE(error, 2 * yardstick);
-      if (dtype != DType::kBF16) continue;
-      Batch quantised = batch;
-      quantised.x = Matrix::quantised(batch.x);
-      EXPECT_TRUE(run(quantised).output == result.output);
-    }
+  const auto run = [&](const Batch& batch) {
+    return run_over_hosts(spec, weights, batch, shares, DType::kBF16, options);
+  };
+  Batch batch = routed(spec, 300, 0.8);
+  for (const DType dtype : {DType::kBF16, DType::kF16, DType::kF32}) {
+    SCOPED_TRACE(to_string(dtype));
+    batch.x = Matrix::random(300, spec.hidden, dtype, 17);
+    const BatchResult result = run(batch);
+    double yardstick = 0;
+    const double error = output_error(spec, weights, batch, result, &yardstick, true);
+    EXPECT_LE(error, 2 * yardstick);
+    if (dtype != DType::kBF16) continue;
+    Batch quantised = batch;
+    quantised.x = Matrix::quantised(batch.x);
+    EXPECT_TRUE(run(quantised).output == result.output);
   }
 }
 
@@ -255,15 +219,13 @@ TEST_P(GpuHostsStop, InTheLayerOfItsHostIsNamedByAll) {
     LayerOptions options;
     options.max_tokens = 40;
     options.deadline = std::chrono::seconds(2);
-    options.pre_sum_per_host = true;
     options = options_of_rank(rank, kAll, options);
-    gpu::set_device(options.device);
+    gpu::set_device(options.cuda.device);
     const gpu::Stream stream;
-    auto owned = std::make_unique<HeldDevice>(gpu::make_staging_device(options.device));
+    auto owned = std::make_unique<HeldDevice>(gpu::make_staging_device(options.cuda.device));
     HeldDevice& device = *owned;
-    const std::unique_ptr<LayerEngine> layer =
-        make_staged_layer(world, spec, weights_of_rank(weights, rank, kAll), options,
-                          std::move(owned), Backend::kCuda, kMostRows, SharedBy::kHost);
+    const std::unique_ptr<LayerEngine> layer = make_staged_layer(
+        world, spec, weights_of_rank(weights, rank, kAll), options, std::move(owned));
     DeviceBatch share(spec, share_of_batch(batch, shares, rank, spec.top_k), DType::kBF16);
     world.barrier();
     const auto pass = [&] {
@@ -362,13 +324,9 @@ TEST_F(GpuHostsLaunched, ExchangesOfEverySize) {
   EXPECT_EQ(player.exchange().stats().combines, calls);
 }
 
-// Each rank has a few batches, whose outputs it computes alone beforehand. Over hosts they have the
-// same bits, or, where hosts round their sums, the same bits in every pass.
-class GpuHostsLaunchedLayers : public GpuHostsLaunched,
-                               public ::testing::WithParamInterface<bool> {};
-
-TEST_P(GpuHostsLaunchedLayers, OfEverySize) {
-  const bool summed = GetParam();
+// Each rank has a few batches, whose outputs it computes alone beforehand. Hosts round their sums,
+// so outputs over hosts are only near these, but have the same bits in every pass.
+TEST_F(GpuHostsLaunched, LayersOfEverySize) {
   World world = World::from_environment(test::with_deadline(test::kGenerous));
   const LayerSpec spec = spec_of(256, 128, 16, 4);
   const MoeWeights weights = make_weights(spec, DType::kBF16);
@@ -379,7 +337,7 @@ TEST_P(GpuHostsLaunchedLayers, OfEverySize) {
   std::vector<std::vector<float>> values;
   {
     LayerOptions options;
-    options.schedule.splits = 1;
+    options.cuda.schedule.small_tokens = 0;  // other kernels, which add in the order of several ranks
     DeviceLayer alone(spec, weights, kMostTokens, options);
     for (const int size : kSizes) {
       const auto seed = static_cast<std::uint64_t>(size * world.size() + world.rank());
@@ -395,17 +353,11 @@ TEST_P(GpuHostsLaunchedLayers, OfEverySize) {
       batches.back().poison(alone.stream());
       batches.back().enqueue(alone.layer(), alone.stream(), none);
       alone.stream().synchronize();
-      if (summed) {
-        values.push_back(batches.back().fetch().output.floats());
-      } else {
-        expected[values.size()] = batches.back().checksum();
-        values.emplace_back();
-      }
+      values.push_back(batches.back().fetch().output.floats());
     }
   }
   LayerOptions options;
   options.deadline = test::kGenerous;
-  options.pre_sum_per_host = summed;
   DeviceRank rank(world, spec, weights, kMostTokens, options);
   world.barrier();
   std::mt19937 random(12);  // the same on all ranks
@@ -418,7 +370,7 @@ TEST_P(GpuHostsLaunchedLayers, OfEverySize) {
     batch.poison(rank.stream());
     batch.enqueue(rank.layer(), rank.stream());
     rank.stream().synchronize();
-    if (summed && expected[which] == 0) {
+    if (expected[which] == 0) {
       const std::vector<double> alone(values[which].begin(), values[which].end());
       EXPECT_LE(reference::relative_error(batch.fetch().output.floats(), alone), 0x1p-7);
       expected[which] = batch.checksum();
@@ -429,10 +381,6 @@ TEST_P(GpuHostsLaunchedLayers, OfEverySize) {
   EXPECT_EQ(rank.layer().stats().epoch, passes);
 }
 
-INSTANTIATE_TEST_SUITE_P(Sums, GpuHostsLaunchedLayers, ::testing::Bool(), [](const auto& sums) {
-  return std::string(sums.param ? "PerHost" : "OfSlots");
-});
-
 // ----------------------------------------------------------------- processes that are stopped
 
 constexpr const char* kBoard = "SWITCHYARD_TEST_BOARD";  // its descriptor
@@ -440,15 +388,14 @@ constexpr std::chrono::milliseconds kDeadlineOfStops{2'000};
 
 // A rank that the next test watches: a program of its own, because CUDA does not go on after
 // fork().
-class GpuHostsStopped : public OnGpu<::testing::TestWithParam<bool>> {};
+using GpuHostsStopped = OnGpu<::testing::Test>;
 
-TEST_P(GpuHostsStopped, PlaysPassesUntilOneFails) {
+TEST_F(GpuHostsStopped, PlaysPassesUntilOneFails) {
   if (std::getenv(kBoard) == nullptr) GTEST_SKIP() << "for ranks that GpuHostsStops starts";
   const SharedBoard board(static_cast<int>(test::number_from(kBoard, 0)));
   const World world = World::from_environment(test::with_deadline(test::kGenerous));
   LayerOptions options;
   options.deadline = kDeadlineOfStops;
-  options.pre_sum_per_host = GetParam();
   const LayerSpec spec = spec_of(256, 128, 16, 4);
   DeviceRank rank(world, spec, make_weights(spec, DType::kBF16), 300, options);
   DeviceBatch batch(spec, routed(spec, 300, 0.8), DType::kBF16);
@@ -462,17 +409,12 @@ TEST_P(GpuHostsStopped, PlaysPassesUntilOneFails) {
   std::_Exit(0);
 }
 
-INSTANTIATE_TEST_SUITE_P(Levels, GpuHostsStopped, ::testing::Bool(), [](const auto& two) {
-  return std::string(two.param ? "InTwoLevels" : "InOneLevel");
-});
-
-class GpuHostsStops : public OnGpu<HostsTest>,
-                      public ::testing::WithParamInterface<std::tuple<Stop, bool>> {
+class GpuHostsStops : public OnGpu<HostsTest>, public ::testing::WithParamInterface<Stop> {
  protected:
   // This child becomes the program that plays a rank.
   [[noreturn]] void play(int rank, int size, int host, int board) const {
     ::prctl(PR_SET_PDEATHSIG, SIGKILL);
-    hosts_->enter(host);
+    enter(*hosts_, host);
     for (const auto& [name, value] : {std::pair("RANK", std::to_string(rank)),
                                       {"WORLD_SIZE", std::to_string(size)},
                                       {"SWITCHYARD_RENDEZVOUS", rendezvous()},
@@ -482,9 +424,7 @@ class GpuHostsStops : public OnGpu<HostsTest>,
     for (const char* const name : {"GTEST_TOTAL_SHARDS", "GTEST_SHARD_INDEX"}) ::unsetenv(name);
     const UniqueFd nowhere(::open("/dev/null", O_WRONLY));
     ::dup2(nowhere.get(), STDOUT_FILENO);
-    std::string filter = "--gtest_filter=Levels/GpuHostsStopped.PlaysPassesUntilOneFails/";
-    filter += std::get<1>(GetParam()) ? "InTwoLevels" : "InOneLevel";
-    ::execl("/proc/self/exe", "rank", filter.c_str(), nullptr);
+    ::execl("/proc/self/exe", "rank", "--gtest_filter=GpuHostsStopped.*", nullptr);
     ::_exit(127);
   }
 };
@@ -494,7 +434,7 @@ class GpuHostsStops : public OnGpu<HostsTest>,
 TEST_P(GpuHostsStops, EveryRankNamesTheOneThatStopped) {
   ASSERT_NO_FATAL_FAILURE(make_hosts(2));
   if (IsSkipped()) return;
-  const Stop how = std::get<0>(GetParam());
+  const Stop how = GetParam();
   const std::uint64_t trials = test::number_from("SWITCHYARD_HOSTS_TRIALS", 2);
   const std::uint64_t seed = test::number_from("SWITCHYARD_HOSTS_SEED", 1);
   StopTally tally;
@@ -524,13 +464,9 @@ TEST_P(GpuHostsStops, EveryRankNamesTheOneThatStopped) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Namespaces, GpuHostsStops,
-                         ::testing::Combine(::testing::Values(Stop::kKill, Stop::kStop),
-                                            ::testing::Bool()),
-                         [](const auto& param) {
-                           return std::string(std::get<0>(param.param) == Stop::kKill ? "Kill"
-                                                                                      : "Stop") +
-                                  (std::get<1>(param.param) ? "InTwoLevels" : "");
+INSTANTIATE_TEST_SUITE_P(Namespaces, GpuHostsStops, ::testing::Values(Stop::kKill, Stop::kStop),
+                         [](const auto& how) {
+                           return std::string(how.param == Stop::kKill ? "Kill" : "Stop");
                          });
 
 }  // namespace

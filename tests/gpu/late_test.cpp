@@ -200,7 +200,7 @@ TEST_F(LateOnGpu, WithSchedulesOfTheCaller) {
          {Schedule{.paired_rows = 0, .band = 4}, Schedule{.paired_rows = -1, .lag = 1},
           Schedule{.lag = 40, .splits = 4}}) {
       expect_same_bits(spec, w, batch, Shares::even(1200, 2), all_delays(2),
-                       {.schedule = schedule});
+                       {.cuda = {.schedule = schedule}});
       if (HasFailure()) return;
     }
   }
@@ -219,7 +219,7 @@ TEST_F(LateOnGpu, WorksBeforeTheLateRankComes) {
     const MoeWeights w = make_weights(spec, fp8 ? kFp8 : DType::kBF16);
     const Batch batch = routed(spec, kTokens, 1.0);
     const Shares shares = Shares::even(kTokens, 2);
-    LayerOptions options{.trace = true};
+    LayerOptions options{.diagnostics = {.trace = true}};
     for (const bool waits : {false, true}) {
       SCOPED_TRACE(::testing::Message() << (fp8 ? "fp8" : "bf16") << ", waits " << waits);
       options.patience = waits ? kForEver : microseconds(20);

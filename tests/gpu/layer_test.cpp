@@ -17,6 +17,7 @@
 #include "support/accuracy.h"
 #include "support/device_batch.h"
 #include "support/layers.h"
+#include "switchyard/workspace.h"
 
 namespace switchyard::testing {
 namespace {
@@ -219,7 +220,7 @@ TEST_F(GpuRouting, AnExpertNamedTwiceIsAnErrorAndHasTheTokenOnce) {
 }
 
 TEST_F(GpuRouting, BeforeTheFirstPassThereIsNothing) {
-  const LayerOptions options{.trace = true};
+  const LayerOptions options{.diagnostics = {.trace = true}};
   const LayerSpec spec = wide_spec(16, 4);
   DeviceLayer layer(spec, make_weights(spec, DType::kBF16, 3), 8, options);
   EXPECT_EQ(layer.layer().stats().epoch, 0u);
@@ -340,8 +341,11 @@ TEST_F(GpuMemory, LayersOfAModelShareIt) {
     const Batch batch = random_batch(spec, tokens, DType::kBF16, 4);
     const BatchResult expected[] = {DeviceLayer(spec, w[0], 300).run(batch, DType::kBF16),
                                     DeviceLayer(spec, w[1], 300).run(batch, DType::kBF16)};
-    std::optional<DeviceLayer> first(std::in_place, spec, w[0], 300);
-    DeviceLayer second(spec, w[1], 300, {.share_memory_with = &first->layer()});
+    const Workspace workspace(DeviceLayer::world(), spec,
+                              {.backend = Backend::kCuda, .max_tokens = 300});
+    std::optional<DeviceLayer> first(std::in_place, spec, w[0], 300,
+                                     LayerOptions{.workspace = &workspace});
+    DeviceLayer second(spec, w[1], 300, {.workspace = &workspace});
     EXPECT_EQ(second.layer().workspace_bytes(), first->layer().workspace_bytes());
     for (int i = 0; i < 3; ++i) {
       EXPECT_TRUE(first->run(batch, DType::kBF16).output == expected[0].output);
@@ -362,8 +366,9 @@ TEST_F(GpuMemory, LayersOfAModelShareIt) {
 TEST_F(GpuMemory, LayersThatNeedMoreDoNotShareIt) {
   const LayerSpec spec = wide_spec(16, 4);
   const MoeWeights w = make_weights(spec, DType::kBF16, 3);
-  DeviceLayer layer(spec, w, 300);
-  const LayerOptions shared{.share_memory_with = &layer.layer()};
+  const Workspace workspace(DeviceLayer::world(), spec,
+                            {.backend = Backend::kCuda, .max_tokens = 300});
+  const LayerOptions shared{.workspace = &workspace};
   EXPECT_ERROR(DeviceLayer(spec, w, 301, shared), ErrorCode::kInvalidArgument, "does not fit");
   LayerSpec more = spec;
   more.top_k = 5;
@@ -374,9 +379,9 @@ TEST_F(GpuMemory, LayersThatNeedMoreDoNotShareIt) {
   other_world.max_tokens = 300;
   EXPECT_ERROR(MoeLayer(World::single(), spec, w, other_world), ErrorCode::kInvalidArgument,
                "another world");
-  const MoeLayer on_cpu(World::single(), spec, w, {.num_threads = 1});
-  EXPECT_ERROR(DeviceLayer(spec, w, 300, {.share_memory_with = &on_cpu}),
-               ErrorCode::kInvalidArgument, "of the cpu backend");
+  const Workspace on_cpu(DeviceLayer::world(), spec, {.num_threads = 1});
+  EXPECT_ERROR(DeviceLayer(spec, w, 300, {.workspace = &on_cpu}), ErrorCode::kInvalidArgument,
+               "of the cpu backend");
 }
 
 using GpuTypes = GpuTest;
@@ -441,7 +446,7 @@ TEST_F(GpuOptions, FewerMultiprocessorsGiveTheSameBits) {
       SCOPED_TRACE(::testing::Message() << tokens << " tokens, " << reserved << " reserved");
       const BatchResult fewer =
           DeviceLayer(spec, w, tokens,
-                      {.reserved_sms = reserved, .cooperative_launch = reserved != 17})
+                      {.cuda = {.reserved_sms = reserved, .cooperative_launch = reserved != 17}})
               .run(batch, DType::kBF16);
       EXPECT_EQ(fewer.ids, all.ids);
       EXPECT_TRUE(fewer.weights == all.weights);
@@ -468,8 +473,8 @@ TEST_F(GpuOptions, OneMultiprocessorPacksMoreTilesThanItHasSlots) {
   for (int t = 0; t < 64; ++t) batch.topk_ids.push_back(t);
   batch.topk_weights.assign(64, 0.5f);
   const BatchResult expected = DeviceLayer(spec, w, 64).run(batch, DType::kBF16);
-  DeviceLayer layer(spec, w, 64,
-                    {.reserved_sms = gpu::device_info(gpu::current_device()).num_sms - 1});
+  DeviceLayer layer(
+      spec, w, 64, {.cuda = {.reserved_sms = gpu::device_info(gpu::current_device()).num_sms - 1}});
   EXPECT_TRUE(layer.run(batch, DType::kBF16).output == expected.output);
 }
 
@@ -483,7 +488,7 @@ TEST_F(GpuOptions, WhatItDoesNotDoIsRefused) {
   LayerOptions options{.compute = DType::kF32};
   EXPECT_EQ(build(wide_spec(16, 4), options), ErrorCode::kUnsupported);
   options = {};
-  options.reserved_sms = gpu::device_info(gpu::current_device()).num_sms;
+  options.cuda.reserved_sms = gpu::device_info(gpu::current_device()).num_sms;
   EXPECT_NE(build(wide_spec(16, 4), options), ErrorCode::kSystem);
   spec = wide_spec(16, 16);
   EXPECT_EQ(code_of([&] { DeviceLayer(spec, make_weights(spec, DType::kBF16, 3), 1 << 23); }),

@@ -90,8 +90,8 @@ TEST_P(GpuManyExperts, OfGivenRouting) {
   const MoeWeights w = make_weights(spec, many.weights(), 3);
   for (const int paired_rows : {-1, 0}) {
     LayerOptions options;
-    options.schedule.paired_rows = paired_rows;
-    options.schedule.small_tokens = 32;
+    options.cuda.schedule.paired_rows = paired_rows;
+    options.cuda.schedule.small_tokens = 32;
     DeviceLayer layer(spec, w, 2000, options);
     for (const double beta : {1.0, 0.5, 0.05}) {
       for (const int tokens : {1, 32, 33, 2000}) {
@@ -157,9 +157,9 @@ TEST_P(GpuManyExperts, ChangeNothingWhereNobodyChoosesThem) {
   few.router_bias = {};
   for (const int paired_rows : {-1, 0}) {
     LayerOptions options;
-    options.schedule.paired_rows = paired_rows;
-    options.schedule.small_tokens = 32;
-    options.schedule.splits = 1;  // the rule looks at the number of tiles
+    options.cuda.schedule.paired_rows = paired_rows;
+    options.cuda.schedule.small_tokens = 32;
+    options.cuda.schedule.splits = 1;  // the rule looks at the number of tiles
     for (const int tokens : {3, 32, 2000}) {
       for (const double beta : {1.0, 0.1}) {
         SCOPED_TRACE(::testing::Message()

@@ -20,11 +20,16 @@
 #include "support/fp8.h"
 #include "support/layers.h"
 #include "support/numbers.h"
+#include "switchyard/workspace.h"
 
 namespace switchyard::testing {
 namespace {
 
 using RanksTest = OnGpu<::testing::Test>;
+
+// For a pass of one rank that is to have the bits of several: the kernel for few tokens adds in
+// another order.
+const LayerOptions kOrderOfManyTokens{.cuda = {.schedule = {.small_tokens = 0}}};
 
 void expect_accurate(const LayerSpec& spec, const MoeWeights& weights, const Batch& batch,
                      const BatchResult& result, bool fp8) {
@@ -112,7 +117,8 @@ TEST_F(RanksTest, MoreExpertsThanAreCountedAtOnce) {
   for (const int tokens : {5, 900}) {
     SCOPED_TRACE(::testing::Message() << tokens << " tokens");
     const Batch batch = routed(spec, tokens, 0.9);
-    const BatchResult one = run_on_gpus(spec, w, batch, Shares::even(tokens, 1), DType::kBF16);
+    const BatchResult one =
+        run_on_gpus(spec, w, batch, Shares::even(tokens, 1), DType::kBF16, 2, kOrderOfManyTokens);
     expect_accurate(spec, w, batch, one, false);
     for (const int ranks : {3, 8}) {
       const BatchResult many =
@@ -135,7 +141,7 @@ TEST_F(RanksTest, ManyExperts) {
           const Batch batch = routed(spec, tokens, beta);
           // One rank's small pass is another kernel, which may split the second GEMM.
           LayerOptions options;
-          options.schedule.small_tokens = 0;
+          options.cuda.schedule.small_tokens = 0;
           const BatchResult one =
               run_on_gpus(spec, w, batch, Shares::even(tokens, 1), DType::kBF16, 2, options);
           expect_accurate(spec, w, batch, one, fp8);
@@ -319,8 +325,8 @@ TEST_F(RanksTest, AThousandStartsOnASharedGpu) {
     // With routing given: a gate's sums depend on how many tokens a rank has.
     const Batch batch = routed(spec, 4 * ranks, 0.9);
     const Shares shares = Shares::even(4 * ranks, ranks);
-    const BatchResult expected =
-        run_on_gpus(spec, w, batch, Shares::even(4 * ranks, 1), DType::kBF16);
+    const BatchResult expected = run_on_gpus(spec, w, batch, Shares::even(4 * ranks, 1),
+                                             DType::kBF16, 2, kOrderOfManyTokens);
     run_all_ranks(World::threads(ranks), [&](const World& world) {
       DeviceRank rank(world, spec, w, 4, {.deadline = std::chrono::seconds(5)});
       DeviceBatch share = rank.share(batch, shares);
@@ -363,6 +369,17 @@ TEST_F(RanksTest, RanksThatDisagreeAreTold) {
                 ErrorCode::kSpecMismatch, "max_tokens");
 }
 
+WorkspaceOptions workspace_options(const World& world) {
+  const LayerOptions of_rank = options_of_rank(world.rank(), world.size(), {});
+  gpu::set_device(of_rank.cuda.device);
+  WorkspaceOptions options;
+  options.backend = Backend::kCuda;
+  options.max_tokens = 150;
+  options.device = of_rank.cuda.device;
+  options.reserved_sms = of_rank.cuda.reserved_sms;
+  return options;
+}
+
 TEST_F(RanksTest, LayersOfAModelShareTheirMemory) {
   const LayerSpec spec = ragged_spec(16, 4, false);
   const MoeWeights w[] = {make_weights(spec, DType::kBF16, 3), make_weights(spec, DType::kBF16, 4)};
@@ -372,8 +389,9 @@ TEST_F(RanksTest, LayersOfAModelShareTheirMemory) {
                                   run_on_gpus(spec, w[1], batch, shares, DType::kBF16)};
   run_all_ranks(World::threads(2), [&](const World& world) {
     const auto r = static_cast<std::size_t>(world.rank());
-    DeviceRank first(world, spec, w[0], 150);
-    DeviceRank second(world, spec, w[1], 150, {.share_memory_with = &first.layer()});
+    const Workspace workspace(world, spec, workspace_options(world));
+    DeviceRank first(world, spec, w[0], 150, {.workspace = &workspace});
+    DeviceRank second(world, spec, w[1], 150, {.workspace = &workspace});
     DeviceBatch share(spec, share_of_batch(batch, shares, world.rank(), spec.top_k), DType::kBF16);
     for (int i = 0; i < 6; ++i) {
       // Behind each other, on two streams.
@@ -388,10 +406,10 @@ TEST_F(RanksTest, LayersOfAModelShareTheirMemory) {
     first.world().barrier();
   });
   for (const std::exception_ptr& failure : run_ranks(World::threads(2), [&](const World& world) {
-         DeviceRank first(world, spec, w[0], 150);
+         const Workspace workspace(world, spec, workspace_options(world));
          LayerOptions options;
-         if (world.rank() == 1) options.share_memory_with = &first.layer();
-         DeviceRank second(world, spec, w[1], 150, options);
+         if (world.rank() == 1) options.workspace = &workspace;
+         DeviceRank layer(world, spec, w[1], 150, options);
        })) {
     ASSERT_TRUE(failure);
     try {
@@ -408,8 +426,8 @@ TEST_F(RanksTest, RanksThatDoNotFitOnTheirGpuAreTold) {
   expect_thrown(run_ranks(World::threads(2),
                           [&](const World& world) {
                             gpu::set_device(0);
-                            const LayerOptions options{
-                                .backend = Backend::kCuda, .device = 0, .reserved_sms = 10};
+                            const LayerOptions options{.backend = Backend::kCuda,
+                                                       .cuda = {.device = 0, .reserved_sms = 10}};
                             MoeLayer(world, spec, w, options);
                           }),
                 ErrorCode::kInvalidArgument, "ranks 0 and 1 share the GPU");

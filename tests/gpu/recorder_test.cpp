@@ -34,7 +34,8 @@ class GpuRecorder : public OnGpu<::testing::TestWithParam<DType>> {
 
 // Small passes, large ones and pairs, with more of them than the ring has slots.
 TEST_P(GpuRecorder, HasWhatThePassesRouted) {
-  DeviceLayer layer(spec_, weights_, 1500, {.recorded_steps = 5, .name = "layers.7"});
+  DeviceLayer layer(spec_, weights_, 1500,
+                    {.diagnostics = {.recorded_steps = 5, .name = "layers.7"}});
   EXPECT_TRUE(layer.layer().recording().steps.empty());
   std::vector<RecordedStep> expected;
   for (const int tokens : {1, 20, 0, 40, 300, 1500, 7}) {
@@ -50,7 +51,7 @@ TEST_P(GpuRecorder, HasWhatThePassesRouted) {
 }
 
 TEST_P(GpuRecorder, ReplaysAreStepsOfTheirOwn) {
-  DeviceLayer layer(spec_, weights_, 64, {.recorded_steps = 8});
+  DeviceLayer layer(spec_, weights_, 64, {.diagnostics = {.recorded_steps = 8}});
   const Batch batch = random_batch(spec_, 64, DType::kBF16, 5),
               other = random_batch(spec_, 64, DType::kBF16, 6);
   const auto first = counted(layer.run(batch, DType::kBF16).ids);
@@ -75,7 +76,7 @@ TEST_P(GpuRecorder, ReplaysAreStepsOfTheirOwn) {
 TEST_P(GpuRecorder, IsOffUnlessAskedFor) {
   DeviceLayer off(spec_, weights_, 300);
   EXPECT_THROW(off.layer().recording(), Error);
-  DeviceLayer on(spec_, weights_, 300, {.recorded_steps = 3});
+  DeviceLayer on(spec_, weights_, 300, {.diagnostics = {.recorded_steps = 3}});
   for (const int tokens : {16, 300}) {
     const Batch batch = random_batch(spec_, tokens, DType::kBF16, 9);
     EXPECT_TRUE(on.run(batch, DType::kBF16).output == off.run(batch, DType::kBF16).output);

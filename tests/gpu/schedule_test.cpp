@@ -1,16 +1,13 @@
 // Schedules that a caller forces: every one computes the same. (What the rules choose is tested
 // without a GPU: tests/layer/schedule_rules_test.cpp.)
-#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <string>
 
-#include "gpu/device.h"
 #include "support/accuracy.h"
 #include "support/device_batch.h"
 #include "support/fp8.h"
 #include "support/layers.h"
-#include "switchyard/tuner.h"
 
 namespace switchyard::testing {
 namespace {
@@ -24,7 +21,7 @@ class GpuSchedule : public OnGpu<::testing::TestWithParam<DType>> {
         weights_(GetParam() == kFp8 ? fp8_weights(spec_) : make_weights(spec_, GetParam(), 3)) {}
 
   BatchResult run(const Schedule& schedule, const Batch& batch) const {
-    DeviceLayer layer(spec_, weights_, 1500, {.schedule = schedule});
+    DeviceLayer layer(spec_, weights_, 1500, {.cuda = {.schedule = schedule}});
     const BatchResult result = layer.run(batch, DType::kBF16);
     if (GetParam() == kFp8) {
       expect_accurate_fp8(spec_, weights_, batch, result, 0.8);
@@ -63,8 +60,8 @@ TEST_P(GpuSchedule, EveryOrder) {
     }
   }
   LayerOptions few, many;
-  few.schedule.lag = 1;
-  many.schedule.lag = 30;
+  few.cuda.schedule.lag = 1;
+  many.cuda.schedule.lag = 30;
   EXPECT_LT(DeviceLayer(spec_, weights_, 1500, few).layer().workspace_bytes(),
             DeviceLayer(spec_, weights_, 1500, many).layer().workspace_bytes());
 }
@@ -77,53 +74,6 @@ TEST_P(GpuSchedule, EverySplit) {
   // Large passes have no parts.
   const Batch large = random_batch(spec_, 40, DType::kBF16, 63);
   EXPECT_TRUE(run({.splits = 4}, large).output == run({}, large).output);
-}
-
-// A table chooses among schedules by the tokens of a pass; in large passes that changes no bit.
-TEST_P(GpuSchedule, ATableChoosesByTokens) {
-  tuner::Table table{.kernel = layer_kernel_name(GetParam()), .version = kLayerKernelVersion};
-  table.device = {"this machine", gpu::device_info(gpu::current_device()).num_sms, 0};
-  table.model = {"a model", spec_.num_experts, spec_.top_k, 2 * spec_.intermediate, spec_.hidden};
-  const auto add = [&](float a, float c, std::vector<std::pair<std::string, std::int64_t>> values) {
-    const tuner::Configuration configuration{.name = std::to_string(table.entries.size()),
-                                             .token_rows = 128,
-                                             .weight_rows = 256,
-                                             .values = std::move(values)};
-    table.entries.push_back({configuration, a, 0, c, 0});
-  };
-  add(0, 1, {{"small_tokens", 32}, {"splits", 2}});
-  add(20, 0.6f, {{"small_tokens", 0}, {"paired_rows", -1}, {"band", 1}, {"lag", 40}});
-  add(60, 0.1f, {{"small_tokens", 0}, {"paired_rows", 0}, {"band", 4}});
-  LayerOptions options;
-  options.table = std::make_shared<tuner::Table>(table);
-  DeviceLayer layer(spec_, weights_, 1500, options);
-  for (const int tokens : {20, 40, 1500, 7}) {
-    SCOPED_TRACE(::testing::Message() << tokens << " tokens");
-    const Batch batch = random_batch(spec_, tokens, DType::kBF16, 70 + tokens);
-    Schedule same;
-    if (tokens <= 32) same.splits = 2;
-    EXPECT_TRUE(layer.run(batch, DType::kBF16).output == run(same, batch).output);
-  }
-  // By tokens: passes of other numbers of tokens run by the rules, in between.
-  table.by_tokens = {{20, 20, 0}, {1500, 1500, 2}};
-  options.table = std::make_shared<tuner::Table>(table);
-  DeviceLayer by_tokens(spec_, weights_, 1500, options);
-  for (const int tokens : {20, 40, 1500, 7, 20}) {
-    SCOPED_TRACE(::testing::Message() << tokens << " tokens of a table by tokens");
-    const Batch batch = random_batch(spec_, tokens, DType::kBF16, 70 + tokens);
-    Schedule same;
-    if (tokens == 20) same.splits = 2;
-    EXPECT_TRUE(by_tokens.run(batch, DType::kBF16).output == run(same, batch).output);
-  }
-  ++table.device.num_sms;
-  options.table = std::make_shared<tuner::Table>(table);
-  // (Ranks agree on a failure, which is an Error on all of them.)
-  try {
-    DeviceLayer(spec_, weights_, 1500, options);
-    ADD_FAILURE() << "nothing was thrown";
-  } catch (const Error& error) {
-    EXPECT_THAT(error.what(), ::testing::HasSubstr("number of SMs"));
-  }
 }
 
 INSTANTIATE_TEST_SUITE_P(Types, GpuSchedule, ::testing::Values(DType::kBF16, kFp8),

@@ -23,8 +23,7 @@ using namespace gpu;  // NOLINT: the test stands in for a caller in that namespa
 
 // A weight-major configuration in bf16.
 struct Config {
-  static constexpr Numerics kNumerics{
-      .weight = DType::kBF16, .token = DType::kBF16, .scale_group = 0};
+  static constexpr Numerics kNumerics = Numerics::stored_as(DType::kBF16);
   static constexpr TileConfig kTile{.weight_rows = kTileRows,
                                     .token_rows = {256, 32, 16},
                                     .stages = 3,

@@ -122,7 +122,7 @@ TEST_F(TraceTest, EveryTaskOnceInOrderAndTheSameBits) {
         const BatchResult plain = run_on_gpus(spec, w, batch, all, DType::kBF16, 1);
         BatchResult traced = empty_result(spec, batch, 1, DType::kBF16);
         run_all_ranks(World::threads(1), [&](const World& world) {
-          DeviceRank rank(world, spec, w, 1000, {.trace = true});
+          DeviceRank rank(world, spec, w, 1000, {.diagnostics = {.trace = true}});
           for (std::uint64_t pass = 1; pass <= 3; ++pass) {
             const std::int64_t before = trace::now_ns();
             rank.run(batch, all, traced);
@@ -153,7 +153,7 @@ TEST_F(TraceTest, RowsArePackedAfterTheyAreSent) {
     std::vector<PassTrace> traces(static_cast<std::size_t>(ranks));
     BatchResult result = empty_result(spec, batch, ranks, DType::kBF16);
     run_all_ranks(World::threads(ranks), [&](const World& world) {
-      DeviceRank rank(world, spec, w, kTokens, {.trace = true});
+      DeviceRank rank(world, spec, w, kTokens, {.diagnostics = {.trace = true}});
       rank.run(batch, shares, result);
       const std::int64_t before = trace::now_ns();
       rank.run(batch, shares, result);
@@ -212,7 +212,7 @@ TEST_F(TraceTest, AStragglerCostsOnlyWhatItIsLate) {
   constexpr int kRepeats = 5;
   std::array<std::array<std::array<PassTrace, kRanks>, 2>, kRepeats> traces;
   run_all_ranks(World::threads(kRanks), [&](const World& world) {
-    DeviceRank rank(world, spec, w, kTokens, {.trace = true});
+    DeviceRank rank(world, spec, w, kTokens, {.diagnostics = {.trace = true}});
     DeviceBatch share = rank.share(batch, shares);
     rank.forward(share);
     for (auto& repeat : traces) {
@@ -274,8 +274,8 @@ TEST_F(TraceTest, SlowRolesChangeNothing) {
                                           << " is slow on rank " << slow);
         BatchResult result = empty_result(spec, batch, kRanks, DType::kBF16);
         run_all_ranks(World::threads(kRanks), [&](const World& world) {
-          LayerOptions options{.trace = true};
-          if (world.rank() == slow) options.slow_role = SlowRole{role, 200'000};
+          LayerOptions options{.diagnostics = {.trace = true}};
+          if (world.rank() == slow) options.diagnostics.slow_role = SlowRole{role, 200'000};
           DeviceRank rank(world, spec, w, kTokens, options);
           for (int pass = 0; pass < 5; ++pass) rank.run(batch, shares, result);
         });
@@ -299,8 +299,8 @@ int failed_ranks(const LayerSpec& spec, const MoeWeights& w, const Batch& batch,
   std::atomic<int> errors = 0;
   run_all_ranks(World::threads(static_cast<int>(shares.count.size())), [&](const World& world) {
     const int r = world.rank();
-    LayerOptions options{.deadline = deadline, .trace = true};
-    if (r == 0) options.slow_role = slow;
+    LayerOptions options{.deadline = deadline, .diagnostics = {.trace = true}};
+    if (r == 0) options.diagnostics.slow_role = slow;
     DeviceRank rank(world, spec, w, most, options);
     DeviceBatch share = rank.share(batch, shares);
     try {
@@ -341,8 +341,9 @@ TEST_F(TraceTest, AStalledRoleIsOfTheRankThatIsNamed) {
     const Shares shares = Shares::even(tokens, ranks);
     run_all_ranks(World::threads(ranks), [&](const World& world) {
       const int r = world.rank();
-      LayerOptions options{.deadline = std::chrono::milliseconds(20), .trace = true};
-      if (r == victim) options.slow_role = SlowRole{role, 150'000'000};
+      LayerOptions options{.deadline = std::chrono::milliseconds(20),
+                           .diagnostics = {.trace = true}};
+      if (r == victim) options.diagnostics.slow_role = SlowRole{role, 150'000'000};
       DeviceRank rank(world, spec, weights[fp8], tokens, options);
       DeviceBatch share = rank.share(batch, shares);
       rank.world().barrier();
@@ -434,7 +435,7 @@ TEST_F(TraceTest, OnlyWhatWasAskedForAndCompiled) {
   });
   spec.activation.kind = ActivationKind::kRelu2;
   w = generate_weights(spec, DType::kBF16, 3, {});
-  const LayerOptions options{.backend = Backend::kCuda, .trace = true};
+  const LayerOptions options{.backend = Backend::kCuda, .diagnostics = {.trace = true}};
   try {
     const MoeLayer layer(World::threads(1)[0], spec, w, options);
     ADD_FAILURE() << "nothing was thrown";

@@ -193,10 +193,10 @@ TEST_P(RanksWorkspace, SameBitsAsInMemoryOfTheirOwn) {
   }
   run_all_ranks(World::threads(kRanks), [&](const World& world) {
     const LayerOptions of_rank = options_of_rank(world.rank(), kRanks, {});
-    gpu::set_device(of_rank.device);
+    gpu::set_device(of_rank.cuda.device);
     WorkspaceOptions options = shapes.options();
-    options.device = of_rank.device;
-    options.reserved_sms = of_rank.reserved_sms;
+    options.device = of_rank.cuda.device;
+    options.reserved_sms = of_rank.cuda.reserved_sms;
     Workspace workspace(world, shapes.specs, options);
     std::vector<std::unique_ptr<DeviceRank>> own, shared;
     for (std::size_t l = 0; l < shapes.specs.size(); ++l) {

@@ -6,7 +6,7 @@
 #include <span>
 
 #include "model/errors.h"
-#include "model/generate.h"
+#include "models/generate.h"
 #include "switchyard/layer.h"
 
 namespace switchyard {
@@ -122,7 +122,7 @@ TEST(Compute, EveryMatrixCounts) {
 TEST(Compute, TheLayerTells) {
   const auto compute_of = [](const MoeWeights& w, std::optional<DType> asked) {
     return MoeLayer(World::single(), spec(), w,
-                    {.max_tokens = 4, .num_threads = 1, .compute = asked})
+                    {.max_tokens = 4, .cpu = {.num_threads = 1}, .compute = asked})
         .compute();
   };
   EXPECT_EQ(compute_of(weights(kFp8), {}), kFp8);

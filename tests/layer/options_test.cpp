@@ -7,7 +7,7 @@
 #include "gpu/device.h"
 #include "layer/compute.h"
 #include "model/errors.h"
-#include "model/generate.h"
+#include "models/generate.h"
 #include "switchyard/layer.h"
 #include "switchyard/workspace.h"
 
@@ -40,35 +40,32 @@ TEST_F(LayerOptionsTest, ValuesOutOfRange) {
       EXPECT_ERROR(make(options), ErrorCode::kInvalidArgument, part);
     };
     refused({.max_tokens = 0}, "max_tokens is 0");
-    refused({.num_threads = -1}, "num_threads is -1");
-    refused({.device = -2}, "device is -2");
-    refused({.reserved_sms = -1}, "reserved_sms is -1");
+    refused({.cpu = {.num_threads = -1}}, "num_threads is -1");
+    refused({.cuda = {.device = -2}}, "device is -2");
+    refused({.cuda = {.reserved_sms = -1}}, "reserved_sms is -1");
     refused({.deadline = std::chrono::milliseconds(-1)}, "deadline is -1 ms");
     refused({.patience = std::chrono::microseconds(-1)}, "patience is -1 us");
     refused({.patience = std::chrono::years(2)}, "patience is 63113904000000 us");
     refused({.compute = DType::kF16}, "compute type f16");
     refused({.compute = DType::kU8}, "bf16, f32 or f8_e4m3");
-    refused({.schedule = {.small_tokens = 33}}, "schedule.small_tokens is 33");
-    refused({.schedule = {.paired_rows = -2}}, "schedule.paired_rows is -2");
-    refused({.schedule = {.lag = 0}}, "schedule.lag is 0");
-    refused({.schedule = {.band = 3}}, "schedule.band is 3");
-    refused({.schedule = {.band = 128}}, "schedule.band is 128");
-    refused({.schedule = {.splits = 8}}, "schedule.splits is 8");
+    refused({.cuda = {.schedule = {.small_tokens = 33}}}, "schedule.small_tokens is 33");
+    refused({.cuda = {.schedule = {.paired_rows = -2}}}, "schedule.paired_rows is -2");
+    refused({.cuda = {.schedule = {.lag = 0}}}, "schedule.lag is 0");
+    refused({.cuda = {.schedule = {.band = 3}}}, "schedule.band is 3");
+    refused({.cuda = {.schedule = {.band = 128}}}, "schedule.band is 128");
+    refused({.cuda = {.schedule = {.splits = 8}}}, "schedule.splits is 8");
   }
   EXPECT_ERROR(make({.backend = static_cast<Backend>(7)}), ErrorCode::kInvalidArgument,
                "backend is 7");
 }
 
 TEST_F(LayerOptionsTest, TheCpuHasOneSchedule) {
-  EXPECT_ERROR(make({.schedule = {.lag = 2}}), ErrorCode::kInvalidArgument,
+  EXPECT_ERROR(make({.cuda = {.schedule = {.lag = 2}}}), ErrorCode::kInvalidArgument,
                "schedule is set, but the backend is cpu");
 }
 
 TEST_F(LayerOptionsTest, OneMemoryOfTheSameWorld) {
-  const MoeLayer layer = make({});
   const Workspace workspace(world_, spec_, {.compute = DType::kF32});
-  EXPECT_ERROR(make({.workspace = &workspace, .share_memory_with = &layer}),
-               ErrorCode::kInvalidArgument, "workspace and share_memory_with are both set");
   EXPECT_ERROR(make({.workspace = &workspace, .workspace_slot = 1}), ErrorCode::kInvalidArgument,
                "workspace_slot is 1; the workspace has slots 0 to 0");
   EXPECT_ERROR(make({.workspace_slot = 1}), ErrorCode::kInvalidArgument, "there is no workspace");
@@ -106,20 +103,21 @@ TEST_F(LayerOptionsTest, ADeadlineMayBeForEver) {
 }
 
 TEST_F(LayerOptionsTest, OptionsOfTheOtherBackend) {
-  EXPECT_ERROR(make({.device = 0}), ErrorCode::kInvalidArgument, "device is 0", "cpu");
-  EXPECT_ERROR(make({.reserved_sms = 2}), ErrorCode::kInvalidArgument, "reserved_sms is 2", "cpu");
-  EXPECT_ERROR(make({.cooperative_launch = false}), ErrorCode::kInvalidArgument,
+  EXPECT_ERROR(make({.cuda = {.device = 0}}), ErrorCode::kInvalidArgument, "device is 0", "cpu");
+  EXPECT_ERROR(make({.cuda = {.reserved_sms = 2}}), ErrorCode::kInvalidArgument,
+               "reserved_sms is 2", "cpu");
+  EXPECT_ERROR(make({.cuda = {.cooperative_launch = false}}), ErrorCode::kInvalidArgument,
                "cooperative_launch is false", "cpu");
-  EXPECT_ERROR(make({.backend = kCuda, .num_threads = 2}), ErrorCode::kInvalidArgument,
+  EXPECT_ERROR(make({.backend = kCuda, .cpu = {.num_threads = 2}}), ErrorCode::kInvalidArgument,
                "num_threads is 2", "cuda");
-  EXPECT_ERROR(make({.backend = kCuda, .on_step = [](const ProtocolStep&) {}}),
+  EXPECT_ERROR(make({.backend = kCuda, .diagnostics = {.on_step = [](const ProtocolStep&) {}}}),
                ErrorCode::kInvalidArgument, "on_step", "cuda");
 }
 
 TEST_F(LayerOptionsTest, CudaWithoutAGpuIsUnsupported) {
   if (gpu::device_count() > 0) GTEST_SKIP() << "there is a GPU";
   EXPECT_ERROR(make({.backend = kCuda}), ErrorCode::kUnsupported, "CPU");
-  EXPECT_ERROR(make({.backend = kCuda, .device = 3}), ErrorCode::kUnsupported, "CPU");
+  EXPECT_ERROR(make({.backend = kCuda, .cuda = {.device = 3}}), ErrorCode::kUnsupported, "CPU");
   EXPECT_ERROR(gpu::Stream(), gpu::built_with_cuda() ? ErrorCode::kSystem : ErrorCode::kUnsupported,
                "");
   EXPECT_EQ(gpu::residence_of(&spec_), gpu::Residence::kHost);
@@ -127,15 +125,16 @@ TEST_F(LayerOptionsTest, CudaWithoutAGpuIsUnsupported) {
 
 TEST_F(LayerOptionsTest, CudaDevicesAndSmsThatAreNotThere) {
   if (gpu::device_count() == 0) GTEST_SKIP() << "no GPU";
-  EXPECT_ERROR(make({.backend = kCuda, .device = 99}), ErrorCode::kInvalidArgument, "device 99");
+  EXPECT_ERROR(make({.backend = kCuda, .cuda = {.device = 99}}), ErrorCode::kInvalidArgument,
+               "device 99");
   const int sms = gpu::device_info(0).num_sms;
-  EXPECT_ERROR(make({.backend = kCuda, .device = 0, .reserved_sms = sms}),
+  EXPECT_ERROR(make({.backend = kCuda, .cuda = {.device = 0, .reserved_sms = sms}}),
                ErrorCode::kInvalidArgument, "reserved_sms", "leave at least 1");
   EXPECT_ERROR(make({.backend = kCuda, .compute = DType::kF32}), ErrorCode::kUnsupported, "f32");
 }
 
 TEST_F(LayerOptionsTest, TheCpuHasNoStreamsAndTellsItsWorkspace) {
-  MoeLayer layer = make({.max_tokens = 8, .num_threads = 1});
+  MoeLayer layer = make({.max_tokens = 8, .cpu = {.num_threads = 1}});
   EXPECT_EQ(layer.backend(), kCpu);
   EXPECT_STREQ(to_string(layer.backend()), "cpu");
   std::vector<float> x(64, 0.5f);

@@ -4,9 +4,10 @@
 
 #include <set>
 
-#include "base/host_memory.h"
+#include "common/host_memory.h"
+#include "cpu/tile_gemm.h"
 #include "machine/host.h"
-#include "model/generate.h"
+#include "models/generate.h"
 #include "support/specs.h"
 
 namespace switchyard::machine {

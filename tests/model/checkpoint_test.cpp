@@ -1,3 +1,5 @@
+#include "switchyard/checkpoint.h"
+
 #include <gtest/gtest.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -11,10 +13,11 @@
 
 #include "base/convert.h"
 #include "model/errors.h"
-#include "model/generate.h"
-#include "model/random_tensor.h"
 #include "model/safetensors.h"
 #include "model/temporary_directory.h"
+#include "models/generate.h"
+#include "models/random_tensor.h"
+#include "models/safetensors_writer.h"
 #include "support/identifier.h"
 #include "support/specs.h"
 

@@ -8,7 +8,7 @@
 #include <utility>
 
 #include "model/errors.h"
-#include "model/model_table.h"
+#include "models/model_table.h"
 #include "support/specs.h"
 
 namespace switchyard {

@@ -11,6 +11,8 @@
 #include "model/errors.h"
 #include "model/safetensors.h"
 #include "model/temporary_directory.h"
+#include "models/safetensors_writer.h"
+#include "switchyard/checkpoint.h"
 #include "switchyard/weights.h"
 
 namespace switchyard {

@@ -13,6 +13,8 @@
 
 #include "model/errors.h"
 #include "model/temporary_directory.h"
+#include "models/matrix_file.h"
+#include "models/safetensors_writer.h"
 
 namespace switchyard {
 namespace {

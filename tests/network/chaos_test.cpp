@@ -123,7 +123,7 @@ TEST(HostsChaos, LayersHaveTheBitsOfOneHost) {
     const auto thrown = test::run_over_chaos(trial.hosts, [&](const World& world) {
       LayerOptions options;
       options.max_tokens = 70;
-      options.num_threads = world.rank() % 2 + 1;
+      options.cpu.num_threads = world.rank() % 2 + 1;
       MoeLayer layer(world, spec, weights_of_rank(weights, world.rank(), trial.ranks), options);
       for (std::size_t pass = 0; pass < kPasses; ++pass) {
         forward_share(layer, batches[pass], shares[pass], world.rank(), results[pass]);
@@ -218,7 +218,7 @@ TEST(HostsChaos, ACutLinkEndsAllRanks) {
     const auto thrown = test::run_over_chaos(trial.hosts, [&](const World& world) {
       LayerOptions options;
       options.max_tokens = 40;
-      options.num_threads = 1;
+      options.cpu.num_threads = 1;
       options.deadline = test::kGenerous;
       MoeLayer layer(world, spec, weights_of_rank(weights, world.rank(), trial.ranks), options);
       try {
@@ -261,7 +261,7 @@ TEST(HostsChaos, RanksOfAHostReportOneFailure) {
     const auto thrown = test::run_over_chaos(hosts, [&](const World& world) {
       LayerOptions options;
       options.max_tokens = 40;
-      options.num_threads = 1;
+      options.cpu.num_threads = 1;
       MoeLayer layer(world, spec, weights_of_rank(weights, world.rank(), kRanks), options);
       try {
         for (;;) forward_share(layer, batch, shares, world.rank(), result);
@@ -309,7 +309,7 @@ TEST(HostsChaos, AllHostsReportOneFailure) {
     const auto thrown = test::run_over_chaos(trial.hosts, [&](const World& world) {
       LayerOptions options;
       options.max_tokens = 40;
-      options.num_threads = 1;
+      options.cpu.num_threads = 1;
       options.deadline = test::kGenerous;
       MoeLayer layer(world, spec, weights_of_rank(weights, world.rank(), trial.ranks), options);
       try {
@@ -352,10 +352,10 @@ TEST(HostsChaos, AllHostsReportOneLateRank) {
     const auto thrown = test::run_over_chaos(trial.hosts, [&](const World& world) {
       LayerOptions options;
       options.max_tokens = 40;
-      options.num_threads = 1;
+      options.cpu.num_threads = 1;
       options.deadline = std::chrono::milliseconds(1'500);
       if (world.rank() == late) {
-        options.on_step = [&](const ProtocolStep& step) {
+        options.diagnostics.on_step = [&](const ProtocolStep& step) {
           if (step.kind != ProtocolStep::Kind::kGemm2) return;
           test::eventually([&] { return done.load() == trial.ranks - 1; });
         };
@@ -401,11 +401,11 @@ TEST(HostsChaos, WhoHasLetGoOfTheLayerDecidesNothing) {
     {
       LayerOptions options;
       options.max_tokens = kEach;
-      options.num_threads = 1;
+      options.cpu.num_threads = 1;
       options.deadline = std::chrono::milliseconds(1'500);
       if (rank == 2) {
         options.deadline = test::kGenerous;
-        options.on_step = [&](const ProtocolStep& step) {
+        options.diagnostics.on_step = [&](const ProtocolStep& step) {
           if (step.kind != ProtocolStep::Kind::kGemm2) return;
           test::eventually([&] { return done.load() == 2; });
         };
@@ -448,11 +448,11 @@ TEST(HostsChaos, WhoHasLeftIsNotBlamed) {
   const auto thrown = test::run_over_chaos(hosts, [&](const World& world) {
     LayerOptions options;
     options.max_tokens = kEach;
-    options.num_threads = 1;
+    options.cpu.num_threads = 1;
     options.deadline = std::chrono::milliseconds(1'500);
     if (world.rank() == 2) {
       options.deadline = test::kGenerous;
-      options.on_step = [&](const ProtocolStep& step) {
+      options.diagnostics.on_step = [&](const ProtocolStep& step) {
         if (step.kind != ProtocolStep::Kind::kGemm2) return;
         test::eventually([&] { return others_are_done.load(); });
       };

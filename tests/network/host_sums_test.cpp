@@ -195,7 +195,7 @@ TEST(HostsChaosSums, LayersHaveTheBitsOfAPlainLoop) {
     expect_nothing_thrown(test::run_over_chaos(hosts, [&](const World& world) {
       LayerOptions options;
       options.max_tokens = 40;
-      options.num_threads = world.rank() % 2 + 1;
+      options.cpu.num_threads = world.rank() % 2 + 1;
       options.patience = std::chrono::microseconds(world.rank() % 3 * 100);
       options.pre_sum_per_host = true;
       MoeLayer layer(world, spec, weights_of_rank(weights, world.rank(), ranks), options);
@@ -246,7 +246,7 @@ TEST_P(HostsChaosSumsOver, AccurateAndTheSameBitsHoweverManyRanksAHostHas) {
       expect_nothing_thrown(test::run_over_chaos(hosts, [&](const World& world) {
         LayerOptions options;
         options.max_tokens = static_cast<int>(tokens);
-        options.num_threads = 1;
+        options.cpu.num_threads = 1;
         options.pre_sum_per_host = summed;
         MoeLayer layer(world, spec, weights_of_rank(weights, world.rank(), ranks), options);
         forward_share(layer, batch, shares, world.rank(), result);
@@ -284,7 +284,7 @@ TEST(HostsChaosSums, Fp8LayersAreAccurate) {
   expect_nothing_thrown(test::run_over_chaos(hosts, [&](const World& world) {
     LayerOptions options;
     options.max_tokens = 15;
-    options.num_threads = 1;
+    options.cpu.num_threads = 1;
     options.compute = DType::kF8E4M3;
     options.pre_sum_per_host = true;
     MoeLayer layer(world, spec, weights_of_rank(weights, world.rank(), 4), options);
@@ -377,12 +377,12 @@ TEST(HostsChaosSums, TheRankThatStallsIsNamed) {
     expect_nothing_thrown(test::run_over_chaos(hosts, [&](const World& world) {
       LayerOptions options;
       options.max_tokens = 16;
-      options.num_threads = 1;
+      options.cpu.num_threads = 1;
       options.deadline = std::chrono::milliseconds(1'000);
       options.pre_sum_per_host = true;
       if (world.rank() == culprit) {
         options.deadline = test::kGenerous;
-        options.on_step = [&](const ProtocolStep& step) {
+        options.diagnostics.on_step = [&](const ProtocolStep& step) {
           if (step.kind != ProtocolStep::Kind::kGemm2) return;
           test::eventually([&] { return have_failed == 3; });
         };
@@ -424,7 +424,7 @@ TEST(HostsChaosSums, LayersShareAWorkspace) {
     room.num_threads = 1;
     LayerOptions options;
     options.max_tokens = 20;
-    options.num_threads = 1;
+    options.cpu.num_threads = 1;
     options.pre_sum_per_host = true;
     const auto make = [&](const Workspace& workspace, std::size_t i) {
       options.workspace = &workspace;

@@ -23,7 +23,7 @@
 #include "fabric/launch.h"
 #include "fabric/namespaces.h"
 #include "fabric/place.h"
-#include "model/model_table.h"
+#include "models/model_table.h"
 #include "network/proxy.h"
 #include "reference/reference.h"
 #include "support/accuracy.h"
@@ -91,7 +91,7 @@ TEST_P(HostsAndRanks, EveryModelHasTheBitsOfOneHost) {
       SCOPED_TRACE(model_table()[c].name);
       const auto& [spec, weights, batch, expected] = cases[c];
       LayerOptions options;
-      options.num_threads = 1;
+      options.cpu.num_threads = 1;
       options.max_tokens = static_cast<int>(kTokens);
       MoeLayer layer(world, spec, weights_of_rank(weights, world.rank(), world.size()), options);
       for (int pass = 0; pass < 3; ++pass) {
@@ -104,7 +104,7 @@ TEST_P(HostsAndRanks, EveryModelHasTheBitsOfOneHost) {
 }
 
 // Rows of 2 KB, more at once than one put takes.
-TEST_P(HostsAndRanks, LayersShareExpertsByHost) {
+TEST_P(HostsAndRanks, LayersOfDevicesSumPerHost) {
   ASSERT_NO_FATAL_FAILURE(make_hosts(num_hosts()));
   if (IsSkipped()) return;
   const LayerSpec spec = spec_of(512, 16, 2 * size(), 4);
@@ -114,14 +114,14 @@ TEST_P(HostsAndRanks, LayersShareExpertsByHost) {
   const Shares shares = Shares::even(tokens, size());
   LayerOptions options;
   options.max_tokens = static_cast<int>(tokens);
-  options.num_threads = 1;
+  options.cpu.num_threads = 1;
   const Matrix expected =
       run_batch(spec, weights, batch, Shares::of({tokens}), DType::kF32, options).output;
   const std::vector<float> values = expected.floats();
   run([&](World& world) {
     LayerOptions staged_options;
     staged_options.max_tokens = 700;
-    Staged staged = make_staged(world, spec, weights, staged_options, SharedBy::kHost, 2'000);
+    Staged staged = make_staged(world, spec, weights, staged_options, 2'000);
     for (int pass = 0; pass < 2; ++pass) {
       BatchResult result = empty_result(spec, batch, world.size(), DType::kF32);
       forward(staged, batch, shares, world.rank(), result);
@@ -207,14 +207,14 @@ TEST_P(Flows, MoreThanAllWindowsHold) {
     batch.topk_weights.insert(batch.topk_weights.end(), {0.75f, 0.25f});
   }
   LayerOptions options;
-  options.num_threads = 1;
+  options.cpu.num_threads = 1;
   options.max_tokens = static_cast<int>(total);
   const Matrix expected =
       run_batch(spec, weights, batch, Shares::of({total}), DType::kBF16, options).output;
   const std::vector<int> codes = test::run_processes(
       flow.hosts,
       [&](int rank) {
-        hosts_->enter(rank);
+        enter(*hosts_, rank);
         const World world = join(rank, flow.hosts, test::kGenerous, flow.network);
         LayerOptions mine = options;
         mine.max_tokens = flow.tokens;
@@ -242,7 +242,7 @@ INSTANTIATE_TEST_SUITE_P(
 
 // ------------------------------------------------------------------------- ranks that fail
 
-// What stops: a layer, or one whose ranks share experts by host.
+// What stops: a layer of the CPU engine, or one of devices.
 enum class Layers { kOneLevel, kTwoLevels };
 
 class HostsStops : public HostsTest,
@@ -283,12 +283,12 @@ TEST_P(HostsStops, EveryRankNamesTheOneThatStopped) {
           LayerOptions options;
           options.max_tokens = static_cast<int>(tokens);
           options.deadline = kDeadline;
-          options.num_threads = 1;
+          options.cpu.num_threads = 1;
           std::optional<MoeLayer> layer;
           std::optional<Staged> staged;
           if (two_levels) {
-            options.num_threads = 0;
-            staged.emplace(make_staged(world, spec, weights, options, SharedBy::kHost));
+            options.cpu.num_threads = 0;
+            staged.emplace(make_staged(world, spec, weights, options));
           } else {
             layer.emplace(world, spec, weights, options);
           }
@@ -353,10 +353,10 @@ TEST_P(HostsCable, OutForAWhileOrForGood) {
   std::atomic<bool>* const enough = new (&board->words[7]) std::atomic<bool>(false);
   const auto play_cable = [&] {
     EXPECT_TRUE(test::eventually([&] { return board->epochs[0] >= 3; }));
-    hosts_->set_connected(2, false);
+    set_connected(*hosts_, 2, false);
     std::this_thread::sleep_for(milliseconds(700));
     if (comes_back) {
-      hosts_->set_connected(2, true);
+      set_connected(*hosts_, 2, true);
       const std::uint64_t seen = board->epochs[0];
       EXPECT_TRUE(test::eventually([&] { return board->epochs[0] > seen + 3; }));
       *enough = true;
@@ -364,14 +364,14 @@ TEST_P(HostsCable, OutForAWhileOrForGood) {
   };
   const std::vector<int> codes = test::run_processes(4, [&](int rank) {
     if (rank == 3) return play_cable();
-    hosts_->enter(rank);
+    enter(*hosts_, rank);
     const World world = join(rank, 3);
     const LayerSpec spec = spec_of(64, 32, 6, 2);
     const MoeWeights weights = generate_weights(spec, DType::kF32, 1, {.num_threads = 1});
     LayerOptions options;
     options.max_tokens = 64;
     options.deadline = deadline;
-    options.num_threads = 1;
+    options.cpu.num_threads = 1;
     MoeLayer layer(world, spec, weights, options);
     const Batch batch = random_batch(spec, 60, DType::kF32, 1);
     const Shares shares = Shares::even(60, 3);
@@ -423,18 +423,18 @@ TEST_F(HostsTest, HostsThatCannotReachEachOtherReportOneFailure) {
     const std::vector<int> codes = test::run_processes(4, [&](int rank) {
       if (rank == 3) {
         EXPECT_TRUE(test::eventually([&] { return board->epochs[0] >= 3; }));
-        hosts_->cut_path(one, kOther);
-        hosts_->cut_path(kOther, one);
+        cut_path(*hosts_, one, kOther);
+        cut_path(*hosts_, kOther, one);
         return;
       }
-      hosts_->enter(rank);
+      enter(*hosts_, rank);
       const World world = join(rank, 3);
       const LayerSpec spec = spec_of(64, 32, 6, 2);
       const MoeWeights weights = generate_weights(spec, DType::kF32, 1, {.num_threads = 1});
       LayerOptions options;
       options.max_tokens = 64;
       options.deadline = milliseconds(2'000);
-      options.num_threads = 1;
+      options.cpu.num_threads = 1;
       MoeLayer layer(world, spec, weights, options);
       const Batch batch = random_batch(spec, 60, DType::kF32, 1);
       BatchResult result = empty_result(spec, batch, 3, DType::kF32);
@@ -462,14 +462,14 @@ TEST_F(HostsTest, StrangersAndOtherSecretsAreRefusedAndTheWorldForms) {
   if (IsSkipped()) return;
   const std::vector<int> codes = test::run_processes(6, [&](int child) {
     if (child < 3) {  // the ranks
-      hosts_->enter(child);
+      enter(*hosts_, child);
       // The last one comes when the others have been tried.
       if (child == 2) std::this_thread::sleep_for(milliseconds(1'500));
       World world = join(child, 3);
       test::check_all_gather(world, 100);
       return;
     }
-    hosts_->enter(child - 3);
+    enter(*hosts_, child - 3);
     if (child == 3) {  // the right rank with the wrong secret
       ::setenv("SWITCHYARD_SECRET", "not the secret of these ranks", 1);
       EXPECT_THAT(test::error_of(ErrorCode::kInvalidArgument, [&] { join(2, 3); }),
@@ -500,7 +500,7 @@ TEST_F(HostsTest, AMissingRankIsNamed) {
   ASSERT_NO_FATAL_FAILURE(make_hosts(2));
   if (IsSkipped()) return;
   const std::vector<int> codes = test::run_processes(2, [&](int rank) {
-    hosts_->enter(rank);
+    enter(*hosts_, rank);
     const std::string words =
         test::timeout_of(ErrorCode::kTimeout, 2, [&] { join(rank, 3, milliseconds(3'000)); });
     EXPECT_THAT(words, HasSubstr("rank 2"));
@@ -512,7 +512,7 @@ TEST_F(HostsTest, RanksOfOneHostNeedNoNetwork) {
   ASSERT_NO_FATAL_FAILURE(make_hosts(1));
   if (IsSkipped()) return;
   const std::vector<int> codes = test::run_processes(2, [&](int rank) {
-    hosts_->enter(0);
+    enter(*hosts_, 0);
     World world = join(rank, 2);
     EXPECT_STREQ(world.fabric_name(), "shared memory");
     test::check_symmetric_memory(world, 8192);
@@ -524,7 +524,7 @@ TEST_F(HostsTest, WhatNeedsOneHostIsRefusedWithARemedy) {
   ASSERT_NO_FATAL_FAILURE(make_hosts(2));
   if (IsSkipped()) return;
   const std::vector<int> codes = test::run_processes(2, [&](int rank) {
-    hosts_->enter(rank);
+    enter(*hosts_, rank);
     World world = join(rank, 2);
     EXPECT_THAT(test::error_of(ErrorCode::kUnsupported, [&] { SymmetricHeap heap(world, 4096); }),
                 HasSubstr("several hosts"));
@@ -545,7 +545,7 @@ TEST_F(HostsTest, WindowsThatDifferAreRefused) {
   ASSERT_NO_FATAL_FAILURE(make_hosts(2));
   if (IsSkipped()) return;
   const std::vector<int> codes = test::run_processes(2, [&](int rank) {
-    hosts_->enter(rank);
+    enter(*hosts_, rank);
     NetworkOptions network;
     network.window = rank == 0 ? 4 : 5;
     EXPECT_THAT(
@@ -559,7 +559,7 @@ TEST_F(HostsTest, TorchrunsVariablesJoinHosts) {
   ASSERT_NO_FATAL_FAILURE(make_hosts(2));
   if (IsSkipped()) return;
   const std::vector<int> codes = test::run_processes(4, [&](int rank) {
-    hosts_->enter(rank / 2);
+    enter(*hosts_, rank / 2);
     ::unsetenv("SWITCHYARD_RENDEZVOUS");
     ::setenv("RANK", std::to_string(rank).c_str(), 1);
     ::setenv("WORLD_SIZE", "4", 1);
@@ -580,13 +580,13 @@ TEST_F(HostsTest, AbortReachesOtherHosts) {
   ASSERT_NO_FATAL_FAILURE(make_hosts(2));
   if (IsSkipped()) return;
   const std::vector<int> codes = test::run_processes(4, [&](int rank) {
-    hosts_->enter(rank / 2);
+    enter(*hosts_, rank / 2);
     const World world = join(rank, 4);
     const LayerSpec spec = spec_of(64, 32, 8, 2);
     const MoeWeights weights = generate_weights(spec, DType::kF32, 1, {.num_threads = 1});
     LayerOptions options;
     options.max_tokens = 64;
-    options.num_threads = 1;
+    options.cpu.num_threads = 1;
     MoeLayer layer(world, spec, weights, options);
     const auto start = test::Clock::now();
     if (rank == 3) {

@@ -123,7 +123,7 @@ TEST_P(Wires, LayersHaveTheBitsOfOneHost) {
       run_batch(spec, weights, batch, Shares::of({tokens}), DType::kBF16).output;
   run_passes([&](const World& world, const BeforePass& before_pass) {
     LayerOptions options;
-    options.num_threads = 1;
+    options.cpu.num_threads = 1;
     options.max_tokens = static_cast<int>(tokens);
     MoeLayer layer(world, spec, weights_of_rank(weights, world.rank(), size()), options);
     const Shares shares = Shares::even(tokens, size());
@@ -210,7 +210,7 @@ TEST_P(Partition, IsWaitedForUntilTheDeadline) {
         LayerOptions options;
         options.max_tokens = 64;
         options.deadline = heals ? test::kGenerous : kDeadline;
-        options.num_threads = 1;
+        options.cpu.num_threads = 1;
         MoeLayer layer(world, spec, weights, options);
         const Shares shares = Shares::even(60, kRanks);
         BatchResult result = empty_result(spec, batch, kRanks, DType::kF32);
@@ -277,7 +277,7 @@ TEST_F(HostsOverRelay, ADeathInTheMiddleOfAChunkIsNamed) {
         LayerOptions options;
         options.max_tokens = kTokens;
         options.deadline = test::kGenerous;
-        options.num_threads = 1;
+        options.cpu.num_threads = 1;
         MoeLayer layer(world, spec, weights, options);
         BatchResult result = empty_result(spec, batch, kRanks, DType::kF32);
         std::thread killer;

@@ -4,12 +4,11 @@
 #include <gtest/gtest.h>
 
 #include <atomic>
-#include <functional>
-#include <string>
+#include <set>
 #include <vector>
 
 #include "model/errors.h"
-#include "reference/reference.h"
+#include "protocol/partition.h"
 #include "support/accuracy.h"
 #include "support/staged_layers.h"
 
@@ -18,13 +17,13 @@ namespace {
 
 using ::testing::HasSubstr;
 
-const std::vector<int> kHosts = {2, 1};
+const std::vector<int> kHosts = {1, 1, 1};
 constexpr int kRanks = 3;
 
 BatchResult run(const LayerSpec& spec, const MoeWeights& weights, const Batch& batch,
                 const Shares& shares, DType output, const LayerOptions& options = {},
                 const AdjustCall& adjust = {}) {
-  return run_over(kHosts, SharedBy::kRank, spec, weights, batch, shares, output, options, adjust);
+  return run_over(kHosts, spec, weights, batch, shares, output, options, adjust);
 }
 
 class EveryModelStaged : public ::testing::TestWithParam<ModelEntry> {};
@@ -33,39 +32,64 @@ TEST_P(EveryModelStaged, IsAsGoodAsAStraightforwardProgram) {
   const LayerSpec spec = small_spec(GetParam());
   const MoeWeights weights = make_weights(spec, DType::kBF16, 3, 1);
   const Batch batch = random_batch(spec, 90, DType::kBF16, 5);
-  for (const SharedBy shared_by : {SharedBy::kRank, SharedBy::kHost}) {
-    SCOPED_TRACE(shared_by == SharedBy::kHost);
-    const BatchResult result =
-        run_over(kHosts, shared_by, spec, weights, batch, Shares::of({50, 0, 40}), DType::kBF16);
-    expect_same_routing(spec, weights, batch, result);
-    expect_accurate(spec, weights, batch, result);
-  }
+  const BatchResult result = run(spec, weights, batch, Shares::of({50, 0, 40}), DType::kBF16);
+  expect_same_routing(spec, weights, batch, result);
+  expect_accurate(spec, weights, batch, result);
 }
 INSTANTIATE_TEST_SUITE_P(ModelTable, EveryModelStaged, ::testing::ValuesIn(model_table()),
                          name_of_model);
 
-// What one host computes with the same routing.
-TEST(StagedLayer, HasTheBitsOfOneHost) {
-  for (const bool shared : {false, true}) {
-    for (const bool weighs_input : {false, true}) {
-      for (const DType dtype : {DType::kF32, DType::kBF16}) {
-        SCOPED_TRACE(::testing::Message() << shared << weighs_input << to_string(dtype));
-        LayerSpec spec = spec_of(64, 32, 13, 3);
-        if (shared) spec.shared_intermediate = 48;
-        spec.weight_on_input = weighs_input;
-        const MoeWeights weights = make_weights(spec, dtype, 4, 1);
-        const Batch batch = routed_batch(spec, 120, DType::kF32, 7);
-        const Shares shares = Shares::of({60, 1, 59});
-        LayerOptions options;
-        options.compute = dtype;
-        const BatchResult result = run(spec, weights, batch, shares, DType::kF32, options);
-        options.max_tokens = 120;
-        const BatchResult expected = run_batch(spec, weights, batch, shares, DType::kF32, options);
-        EXPECT_TRUE(result.output == expected.output);
-        for (std::size_t r = 0; r < kRanks; ++r) {
-          EXPECT_EQ(result.stats[r].tokens, shares.count[r]);
-          EXPECT_EQ(result.stats[r].epoch, 1u);
-        }
+// One host computes the slots of each host's experts alone, and rounds; a plain loop adds these
+// sums in the order of k.
+Matrix sums_of_hosts(const LayerSpec& spec, const MoeWeights& weights, const Batch& batch,
+                     DType compute) {
+  LayerOptions options;
+  options.compute = compute;
+  const auto tokens = static_cast<int>(batch.x.rows());
+  options.max_tokens = tokens;
+  const protocol::ExpertPartition experts{spec.num_experts, kRanks};
+  std::vector<std::vector<float>> of_host;
+  for (int host = 0; host < kRanks; ++host) {
+    Batch here = batch;
+    for (std::int32_t& id : here.topk_ids) {
+      if (experts.owner(id) != host) id = kNoExpert;
+    }
+    const BatchResult result =
+        run_batch(spec, weights, here, Shares::of({tokens}), compute, options);
+    of_host.push_back(result.output.floats());
+  }
+  Matrix sums(tokens, spec.hidden, DType::kF32);
+  const auto top_k = static_cast<std::size_t>(spec.top_k);
+  for (std::int64_t i = 0; i < tokens * spec.hidden; ++i) {
+    float sum = 0;
+    std::set<int> seen;
+    const std::size_t slot = static_cast<std::size_t>(i / spec.hidden) * top_k;
+    for (std::size_t k = 0; k < top_k; ++k) {
+      const int host = experts.owner(batch.topk_ids[slot + k]);
+      if (!seen.insert(host).second) continue;
+      sum += of_host[static_cast<std::size_t>(host)][static_cast<std::size_t>(i)];
+    }
+    sums.set(i, sum);
+  }
+  return sums;
+}
+
+TEST(StagedLayer, HasTheBitsOfSumsOfHosts) {
+  for (const bool weighs_input : {false, true}) {
+    for (const DType dtype : {DType::kF32, DType::kBF16}) {
+      SCOPED_TRACE(::testing::Message() << weighs_input << to_string(dtype));
+      LayerSpec spec = spec_of(64, 32, 13, 3);
+      spec.weight_on_input = weighs_input;
+      const MoeWeights weights = make_weights(spec, dtype, 4, 1);
+      const Batch batch = routed_batch(spec, 120, DType::kF32, 7);
+      const Shares shares = Shares::of({60, 1, 59});
+      LayerOptions options;
+      options.compute = dtype;
+      const BatchResult result = run(spec, weights, batch, shares, DType::kF32, options);
+      EXPECT_TRUE(result.output == sums_of_hosts(spec, weights, batch, dtype));
+      for (std::size_t r = 0; r < kRanks; ++r) {
+        EXPECT_EQ(result.stats[r].tokens, shares.count[r]);
+        EXPECT_EQ(result.stats[r].epoch, 1u);
       }
     }
   }
@@ -95,50 +119,22 @@ TEST(StagedLayer, ScalesAddsAndConverts) {
       };
       LayerOptions options;
       options.compute = DType::kBF16;
-      const BatchResult result = run(spec, weights, batch, shares, y, options, adjust);
-      options.max_tokens = 33;
-      const BatchResult expected = run_batch(spec, weights, batch, shares, y, options, adjust);
-      EXPECT_TRUE(result.output == expected.output) << to_string(x) << to_string(y);
+      LayerOptions alone = options;
+      alone.max_tokens = 33;
+      const BatchResult expected = run_batch(spec, weights, batch, shares, y, alone, adjust);
+      for (const bool networks_reach_devices : {false, true}) {
+        const BatchResult result = run_over(kHosts, spec, weights, batch, shares, y, options,
+                                            adjust, networks_reach_devices);
+        // Sums of hosts are rounded to bf16, and so is the shared expert's row.
+        EXPECT_LE(distance(result, expected), 4 * 0x1p-8)
+            << to_string(x) << to_string(y) << networks_reach_devices;
+      }
     }
   }
 }
 
-TEST(StagedLayer, Fp8IsAccurate) { expect_accurate_in_fp8(SharedBy::kRank, {2, 1}); }
-
-TEST(StagedLayer, DropsAndSumsPerHostAsTheCpuEngine) {
-  LayerSpec spec = spec_of(64, 32, 11, 4);
-  const MoeWeights weights = make_weights(spec, DType::kF32, 4, 1);
-  const Batch batch = routed_batch(spec, 90, DType::kF32, 7);
-  const Shares shares = Shares::of({30, 30, 30});
-  spec.capacity_factor = 1;
-  LayerOptions options;
-  options.pre_sum_per_host = true;
-  const BatchResult result = run(spec, weights, batch, shares, DType::kF32, options);
-  test::ChaosHosts hosts;
-  hosts.ranks_of_hosts = kHosts;
-  options.max_tokens = 90;
-  options.num_threads = 1;
-  BatchResult expected = empty_result(spec, batch, kRanks, DType::kF32);
-  expect_nothing_thrown(test::run_over_chaos(hosts, [&](const World& world) {
-    MoeLayer layer(world, spec, weights_of_rank(weights, world.rank(), kRanks), options);
-    forward_share(layer, batch, shares, world.rank(), expected);
-  }));
-  // (Rows of the same host travel with their weights here, and are rounded once more.)
-  const std::vector<float> sums = expected.output.floats();
-  EXPECT_LE(reference::relative_error(result.output.floats(),
-                                      std::vector<double>(sums.begin(), sums.end())),
-            1e-6);
-  EXPECT_EQ(result.ids, expected.ids);
-  for (std::size_t r = 0; r < kRanks; ++r) {
-    EXPECT_GT(result.stats[r].dropped_slots, 0);
-    EXPECT_EQ(result.stats[r].dropped_slots, expected.stats[r].dropped_slots);
-  }
-}
-
 // A graph is made once and launched with other tokens and ids in the same memory.
-class StagedLayerReplays : public ::testing::TestWithParam<SharedBy> {};
-
-TEST_P(StagedLayerReplays, ArePassesOfTheirOwn) {
+TEST(StagedLayer, ReplaysArePassesOfTheirOwn) {
   const LayerSpec spec = spec_of(64, 32, 12, 3);
   const MoeWeights weights = make_weights(spec, DType::kF32, 4, 1);
   const Shares shares = Shares::of({20, 20, 20});
@@ -152,9 +148,9 @@ TEST_P(StagedLayerReplays, ArePassesOfTheirOwn) {
     expected.push_back(run_batch(spec, weights, batches.back(), shares, DType::kF32, options));
   }
   test::ChaosHosts hosts;
-  hosts.ranks_of_hosts = {1, 1, 1};
+  hosts.ranks_of_hosts = kHosts;
   expect_nothing_thrown(test::run_over_chaos(hosts, [&](const World& world) {
-    Staged staged = make_staged(world, spec, weights, options, GetParam());
+    Staged staged = make_staged(world, spec, weights, options);
     const auto first =
         static_cast<std::size_t>(shares.first[static_cast<std::size_t>(world.rank())]);
     Matrix x = Matrix::random(20, spec.hidden, DType::kF32, 9), y(20, spec.hidden, DType::kF32);
@@ -185,19 +181,9 @@ TEST_P(StagedLayerReplays, ArePassesOfTheirOwn) {
     }
   }));
   for (std::size_t i = 0; i < batches.size(); ++i) {
-    const std::vector<float> sums = expected[i].output.floats();
-    EXPECT_LE(reference::relative_error(results[i].output.floats(),
-                                        std::vector<double>(sums.begin(), sums.end())),
-              GetParam() == SharedBy::kRank ? 0 : 1e-6)
-        << "pass " << i;
+    EXPECT_LE(distance(results[i], expected[i]), 1e-6) << "pass " << i;
   }
 }
-
-INSTANTIATE_TEST_SUITE_P(SharedBy, StagedLayerReplays,
-                         ::testing::Values(SharedBy::kRank, SharedBy::kHost),
-                         [](const auto& shared_by) {
-                           return std::string(shared_by.param == SharedBy::kRank ? "Rank" : "Host");
-                         });
 
 TEST(StagedLayer, ABadIdIsToldOnceAndTheLayerLives) {
   const LayerSpec spec = spec_of(64, 32, 13, 3);
@@ -222,7 +208,7 @@ TEST(StagedLayer, ABadIdIsToldOnceAndTheLayerLives) {
     }
     forward(staged, good, shares, world.rank(), result);
   }));
-  EXPECT_TRUE(result.output == run_batch(spec, weights, good, shares, DType::kF32, options).output);
+  EXPECT_LE(distance(result, run_batch(spec, weights, good, shares, DType::kF32, options)), 1e-6);
 }
 
 TEST(StagedLayer, NamesARankThatDoesNotCome) {
@@ -263,13 +249,35 @@ TEST(StagedLayer, OptionsThatItDoesNotHaveAreRefusedOnAllRanks) {
   for (const bool trace : {true, false}) {
     const auto thrown = test::run_over_chaos(hosts, [&](const World& world) {
       LayerOptions options;
-      options.trace = trace;
-      options.recorded_steps = trace ? 0 : 4;
+      options.diagnostics.trace = trace;
+      options.diagnostics.recorded_steps = trace ? 0 : 4;
       make_staged(world, spec, weights, options);
     });
     for (const std::exception_ptr& failure : thrown) {
       EXPECT_ERROR(std::rethrow_exception(failure), ErrorCode::kUnsupported,
                    trace ? "trace is set" : "recorded_steps is set");
+    }
+  }
+}
+
+// Before anything is started, by all ranks alike.
+TEST(StagedLayer, HostsThatCannotBeLayersAreRefused) {
+  struct Case {
+    std::vector<int> hosts;
+    int experts;
+    const char* words;
+  };
+  for (const Case& one : {Case{{2, 1}, 12, "host 1 has 1 rank, and host 0 has 2"},
+                          Case{{1, 1, 2}, 12, "host 2 has 2 ranks, and host 0 has 1"},
+                          Case{{3, 3, 3}, 5, "has no expert of 5"}}) {
+    SCOPED_TRACE(one.words);
+    const LayerSpec spec = spec_of(64, 32, one.experts, 2);
+    const MoeWeights weights = make_weights(spec, DType::kF32, 4, 1);
+    test::ChaosHosts hosts;
+    hosts.ranks_of_hosts = one.hosts;
+    for (const std::exception_ptr& failure : test::run_over_chaos(
+             hosts, [&](const World& world) { make_staged(world, spec, weights); })) {
+      EXPECT_ERROR(std::rethrow_exception(failure), ErrorCode::kUnsupported, one.words);
     }
   }
 }

@@ -9,9 +9,9 @@
 #include <thread>
 #include <vector>
 
-#include "network/chaos.h"
 #include "network/proxy.h"
 #include "protocol/atomics.h"
+#include "support/chaos.h"
 #include "support/ranks.h"
 
 namespace switchyard::network {

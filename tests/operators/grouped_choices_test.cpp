@@ -189,7 +189,6 @@ TEST(GroupedChoices, OtherTablesAreRefused) {
   EXPECT_THAT(refusal([](tuner::Table& t) { t.model.n = 512; }), HasSubstr("512"));
   EXPECT_THAT(refusal([](tuner::Table& t) { t.model.num_experts = 41; }), HasSubstr("41"));
   EXPECT_THAT(refusal([](tuner::Table& t) { t.entries.clear(); }), HasSubstr("0 entries"));
-  EXPECT_THAT(refusal([](tuner::Table& t) { t.by_tokens.emplace(); }), HasSubstr("by tokens"));
   EXPECT_THAT(refusal([](tuner::Table& t) {
                 t.entries[0].configuration.values.emplace_back("BLOCK_M", 16);
               }),

@@ -370,7 +370,7 @@ void expect_bits_of_layer(const LayerSpec& spec, DType dtype, DType x, GateOrder
   const MoeWeights weights = make_weights(spec, dtype, 11, 1);
   const Batch batch = routed_batch(spec, kTokens, x);
   const BatchResult fused = run_batch(spec, weights, batch, Shares::even(kTokens, 1), DType::kF32,
-                                      {.num_threads = threads});
+                                      {.cpu = {.num_threads = threads}});
 
   const Fused problem(spec, weights, order);
   const GroupedGemmOptions options{.num_threads = threads};

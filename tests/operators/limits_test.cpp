@@ -91,12 +91,13 @@ TEST_F(Limits, OfLayers) {
   option("max_tokens", {-1, 0, (1 << 26) + 1, INT_MAX, INT_MIN},
          [](LayerOptions& o, int value) { o.max_tokens = value; });
   option("num_threads", {-1, 4097, 1'000'000, INT_MAX, INT_MIN},
-         [](LayerOptions& o, int value) { o.num_threads = value; });
-  option("device", {-2, INT_MIN, 0, INT_MAX}, [](LayerOptions& o, int value) { o.device = value; });
+         [](LayerOptions& o, int value) { o.cpu.num_threads = value; });
+  option("device", {-2, INT_MIN, 0, INT_MAX},
+         [](LayerOptions& o, int value) { o.cuda.device = value; });
   option("reserved_sms", {-1, INT_MIN, 1, INT_MAX},
-         [](LayerOptions& o, int value) { o.reserved_sms = value; });
+         [](LayerOptions& o, int value) { o.cuda.reserved_sms = value; });
   option("recorded_steps", {-1, (1 << 20) + 1, INT_MAX, INT_MIN},
-         [](LayerOptions& o, int value) { o.recorded_steps = value; });
+         [](LayerOptions& o, int value) { o.diagnostics.recorded_steps = value; });
   option("workspace_slot", {-1, 1, INT_MAX, INT_MIN},
          [](LayerOptions& o, int value) { o.workspace_slot = value; });
   option("deadline", {-1, INT_MIN},

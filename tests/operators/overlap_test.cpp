@@ -106,7 +106,7 @@ void check_every_pair(const std::vector<Array>& arrays, const std::function<void
 TEST(OverlappingMemory, OfALayer) {
   const LayerSpec spec = spec_of(64, 32, 8, 2);
   const MoeWeights weights = generate_weights(spec, DType::kF32, 1, {});
-  MoeLayer layer(World::single(), spec, weights, {.num_threads = 1});
+  MoeLayer layer(World::single(), spec, weights, {.cpu = {.num_threads = 1}});
   Roomy x = Roomy::random(6, 64, DType::kF32, 2), y(6, 64, DType::kF32);
   Roomy logits = Roomy::random(6, 8, DType::kF32, 3);
   std::vector<std::int64_t> ids{0, 1, 2, 3, 4, 5, 6, 7, 0, 2, 1, 3};
@@ -138,7 +138,7 @@ TEST(OverlappingMemory, OfALayer) {
 TEST(OverlappingMemory, HalvesOfOneArrayAreNone) {
   const LayerSpec spec = spec_of(64, 32, 8, 2);
   const MoeWeights weights = generate_weights(spec, DType::kF32, 1, {});
-  MoeLayer layer(World::single(), spec, weights, {.num_threads = 1});
+  MoeLayer layer(World::single(), spec, weights, {.cpu = {.num_threads = 1}});
   Matrix x = Matrix::random(6, 64, DType::kF32, 2), y(6, 64, DType::kF32),
          both(6, 128, DType::kF32);
   ForwardInput in;

@@ -66,27 +66,27 @@ TEST(HeapTest, EveryByteHasOneWriter) {
           for (const std::uint64_t epoch : {4, 5}) {
             // Two at a time.
             const auto pairs = static_cast<std::uint64_t>(ceil_div(experts, 2));
-            claims.claim(heap.counts(base, epoch, source), 16 * pairs, source);
+            claims.claim(heap.counts(epoch, source).in(base), 16 * pairs, source);
           }
         }
         for (std::uint32_t distance = 1; distance < static_cast<std::uint32_t>(ranks); ++distance) {
           const int source = static_cast<int>(distance);
           for (std::uint32_t e = 0; e < of_owner; ++e) {
-            claims.claim(heap.arrived(base, e, distance), 4, source);
-            claims.claim(heap.entries(base, e, distance), 4 * 5, source);
-            if (shape.weighs_input) claims.claim(heap.weights(base, e, distance), 4 * 5, source);
+            claims.claim(heap.arrived(e, distance).in(base), 4, source);
+            claims.claim(heap.entries(e, distance).in(base), 4 * 5, source);
+            if (shape.weighs_input) claims.claim(heap.weights(e, distance).in(base), 4 * 5, source);
           }
           for (std::uint32_t token = 0; token < 5; ++token) {
-            claims.claim(heap.pool(base, distance, token), heap.token_bytes(), source);
+            claims.claim(heap.pool(distance, token).in(base), heap.token_bytes(), source);
           }
         }
         for (int source = 1; source < ranks; ++source) {
-          claims.claim(heap.ahead(base, source), 4, source);
+          claims.claim(heap.ahead(source).in(base), 4, source);
         }
         for (std::uint32_t e = 0; e < static_cast<std::uint32_t>(experts); ++e) {
-          claims.claim(heap.finished(base, e), 4, 0);
+          claims.claim(heap.finished(e).in(base), 4, 0);
         }
-        claims.claim(heap.cells(base), shape.cell_bytes, 0);
+        claims.claim(heap.cells().in(base), shape.cell_bytes, 0);
       }
     }
   }
@@ -99,11 +99,11 @@ TEST(HeapTest, FlagsComeFirst) {
   const auto offset = [&](const void* p) {
     return static_cast<std::uint64_t>(static_cast<const std::byte*>(p) - base);
   };
-  EXPECT_LT(offset(heap.counts(base, 1, 3) + 9), heap.flag_bytes());
-  EXPECT_LT(offset(heap.arrived(base, 2, 3)), heap.flag_bytes());
-  EXPECT_LT(offset(heap.ahead(base, 3)), heap.flag_bytes());
-  EXPECT_LT(offset(heap.finished(base, 9)), heap.flag_bytes());
-  EXPECT_GE(offset(heap.entries(base, 0, 1)), heap.flag_bytes());
+  EXPECT_LT(offset(heap.counts(1, 3).in(base) + 9), heap.flag_bytes());
+  EXPECT_LT(offset(heap.arrived(2, 3).in(base)), heap.flag_bytes());
+  EXPECT_LT(offset(heap.ahead(3).in(base)), heap.flag_bytes());
+  EXPECT_LT(offset(heap.finished(9).in(base)), heap.flag_bytes());
+  EXPECT_GE(offset(heap.entries(0, 1).in(base)), heap.flag_bytes());
 }
 
 TEST(HeapTest, QuantisedTokensAreCodesThenScales) {

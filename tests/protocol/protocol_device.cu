@@ -15,7 +15,7 @@ __global__ void walk_protocol(Heaps heaps, Heap heap, std::uint64_t epoch, Workl
   std::uint32_t count = 0;
   for_each_task(work, [&](const Task& task) { count += task.index + 1; });
   gpu::ThreadPace pace;
-  const std::uint32_t* word = heap.arrived(heaps.mine(), 0, 1);
+  const std::uint32_t* word = heap.arrived(0, 1).in(heaps.mine());
   const WaitResult result = wait_until(
       heaps, epoch, 1'000'000'000, pace, [&] { return load_acquire(word) == flag_of(epoch); },
       [&] {

@@ -624,7 +624,7 @@ IGNORED = {
         WEIGHTS["w13"][:, :I], WEIGHTS["w2"], top_k=K, order="up_gate", activation=Activation("relu2", False)
     ),
     "reserved_sms": lambda: Experts(**WEIGHTS, top_k=K, placement=Placement(reserved_sms=4)),
-    "table": lambda: Experts(**WEIGHTS, top_k=K, placement=Placement(table="table.json")),
+    "table": lambda: GroupedGemm(GEMM_W, table="table.json"),
     "w13_scale": lambda: Experts(**WEIGHTS, top_k=K, w13_scale=numpy.ones(E, dtype=numpy.float32)),
     "w_scale": lambda: GroupedGemm(GEMM_W, w_scale=numpy.ones(E, dtype=numpy.float32)),
     "schedule": lambda: GroupedGemm(GEMM_W, schedule=switchyard.GroupedSchedule(splits=2)),

@@ -62,7 +62,7 @@ def test_values_are_values(kind):
         (Placement, dict(device="cuda:0"), "device is 'cuda:0'; pass None or the number of a GPU"),
         (Placement, dict(num_threads=True), "num_threads is True; pass an int of at least 0"),
         (Placement, dict(reserved_sms=-1), "reserved_sms is -1; pass an int of at least 0"),
-        (Placement, dict(table=5), "table is 5; pass None or the path of a file"),
+        (Placement, dict(table="t.json"), "table is 't.json', but layers have no tables any more"),
         (Memory, dict(workspace=5), "workspace is a int; pass a switchyard.Workspace, or None"),
         (Memory, dict(slot=1), "slot is 1, but there is no workspace; pass both"),
         (Memory, dict(slot=-1), "slot is -1; pass an int of at least 0"),
@@ -81,7 +81,7 @@ def test_wrong_values_are_refused_by_name(kind, fields, message):
 def test_every_option_has_an_old_name_or_is_new():
     old = {(of, field) for of, field in _options.RENAMED.values()}
     assert old == {(of, field.name) for of, kind in KINDS.items() for field in dataclasses.fields(kind)}
-    assert set(OLD) == set(_options.RENAMED) - {"placement", "share_memory_with", "device", "table"}
+    assert set(OLD) == set(_options.RENAMED) - {"placement", "device"}
 
 
 @pytest.mark.parametrize("name", OLD)
@@ -131,13 +131,12 @@ def test_what_is_no_value_is_refused():
         switchyard.experts(X, W13, W2, IDS, WEIGHTS, num_thread=1)
 
 
-def test_memory_of_another_layer():
-    first = make()
-    with pytest.warns(DeprecationWarning, match=r"share_memory_with= .* pass memory=Memory\(workspace=...\)"):
-        second = make(share_memory_with=first)
-    assert torch.equal(first(X, IDS, WEIGHTS), second(X, IDS, WEIGHTS)) and second.stats().epoch == 2
-    with pytest.raises(InvalidArgument, match="share_memory_with is .*, but memory is given, too"):
-        make(share_memory_with=first, memory=Memory(Workspace(**SIZES)))
+def test_what_is_gone_is_refused():
+    with pytest.raises(InvalidArgument, match=r"share_memory_with is .*, but .* pass memory=Memory\(workspace=...\)"):
+        make(share_memory_with=make())
+    with pytest.raises(InvalidArgument, match="table is 't.json', but layers have no tables any more"):
+        make(table="t.json")
+    make(share_memory_with=None, table=None)
 
 
 def test_the_function_caches_by_values():

@@ -9,7 +9,7 @@ import switchyard
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 # Rooms whose texts people read at the command line. Counts go through plural() there.
-ROOMS = ["lab/cli", "lab/run", "lab/report", "lab/machine", "lab/bench", "src/tuner"]
+ROOMS = ["lab/cli", "lab/run", "lab/report", "lab/machine", "lab/bench", "lab/common", "lab/models", "lab/tuning", "src/tuner"]
 NOUNS = (
     "tokens ranks experts rows points models configurations files layers steps cases timings events slots elements "
     "processes passes hosts tensors coefficients histograms slices threads repetitions GPUs SMs groups entries"

@@ -97,7 +97,7 @@ OPTIONS = [
     ({"capacity_factor": "1"}, r"capacity_factor is '1'; pass a finite number"),
     ({"capacity_rule": "token"}, r"capacity_rule is 'token'; pass 'slots' or 'tokens'"),
     ({"trace": 1}, r"trace is 1; pass True or False"),
-    ({"table": 3}, r"table is 3; pass None or the path"),
+    ({"table": 3}, r"table is 3, but layers have no tables"),
     ({"world": 2}, r"world is a int; pass a World"),
     ({"name": ""}, r"name is ''; pass a str"),
     ({"name": "eager"}, r"name is 'eager'; pass a str other than"),

@@ -215,14 +215,6 @@ def test_slots_serve_two_threads_at_once(cases):
     assert [layer.stats().epoch for layer in layers] == [200, 200]
 
 
-def test_a_layer_may_join_by_way_of_another(cases, workspace):
-    first = cases[0].make(memory=Memory(workspace))
-    with pytest.warns(DeprecationWarning, match="share_memory_with"):
-        second = cases[1].make(share_memory_with=first)
-    assert cases[0].agrees(first) and cases[1].agrees(second)
-    assert second.stats().epoch == 2
-
-
 def test_experts_in_other_places_need_room_for_the_places():
     case = Case((64, 24, 4, 2, 13, True))
     placement = [0, 1, 2, 3, 0, 2]
@@ -430,8 +422,7 @@ def test_callbacks_outlive_workspace_and_first_layer(cases, workspace):
     gone = weakref.ref(callbacks)
     workspace._callbacks = callbacks
     first = cases[0].make(memory=Memory(workspace))
-    with pytest.warns(DeprecationWarning, match="share_memory_with"):
-        second = cases[1].make(share_memory_with=first)
+    second = cases[1].make(memory=Memory(workspace))
     del callbacks, workspace._callbacks, workspace, first
     gc.collect()
     assert gone() is not None

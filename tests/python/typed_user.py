@@ -143,7 +143,7 @@ def options(workspace: switchyard.Workspace, world: switchyard.World) -> dict[st
         pre_sum_per_host=False,
     )
     placement = switchyard.Placement(
-        world=world, num_experts=64, experts=list(range(64)), device=0, reserved_sms=8, num_threads=0, table="table.json"
+        world=world, num_experts=64, experts=list(range(64)), device=0, reserved_sms=8, num_threads=0
     )
     memory = switchyard.Memory(workspace=workspace, slot=1)
     diagnostics = switchyard.Diagnostics(deadline=2.0, trace=True, recorded_steps=8, name="layers.3")

@@ -327,9 +327,9 @@ TEST(GroupedRows, AndRowsOfLayersAreNotTakenForEachOther) {
 // The files of this repository, which were written by earlier versions.
 TEST(ResultRows, KeptFilesAreReadWithoutLoss) {
   std::size_t num_rows = 0;
-  for (const char* name :
-       {"one_gpu_bf16", "one_gpu_fp8", "one_gpu_fp8_more", "one_gpu_thesis", "ep_bf16", "ep_fp8",
-        "ep_thesis", "thesis", "products", "products_cold"}) {
+  for (const char* name : {"one_gpu_bf16", "one_gpu_fp8", "one_gpu_fp8_more", "one_gpu_thesis",
+                           "ep_bf16", "ep_fp8", "ep_thesis", "ep_skewed", "thesis", "products",
+                           "products_cold", "scaling", "beside_published"}) {
     const std::string path = std::string(SWITCHYARD_RESULTS) + '/' + name + ".json";
     const std::string text = read_file(path);
     const nlohmann::ordered_json kept = nlohmann::ordered_json::parse(text);

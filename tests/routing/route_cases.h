@@ -14,7 +14,7 @@
 #include <vector>
 
 #include "model/config.h"
-#include "model/model_table.h"
+#include "models/model_table.h"
 #include "routing/families.h"
 #include "routing/route_warp.cuh"
 #include "switchyard/routing.h"

@@ -33,10 +33,10 @@ inline LayerOptions options_of_rank(int rank, int ranks, LayerOptions options) {
   constexpr int kSpare = 8;
   const int devices = gpu::device_count();
   options.backend = Backend::kCuda;
-  options.device = rank % devices;
+  options.cuda.device = rank % devices;
   const int neighbours = (ranks + devices - 1) / devices;
-  const int sms = gpu::device_info(options.device).num_sms;
-  if (neighbours > 1) options.reserved_sms = sms - std::max(2, sms / neighbours - kSpare);
+  const int sms = gpu::device_info(options.cuda.device).num_sms;
+  if (neighbours > 1) options.cuda.reserved_sms = sms - std::max(2, sms / neighbours - kSpare);
   if (options.deadline.count() == 0) options.deadline = std::chrono::seconds(10);
   return options;
 }
@@ -80,7 +80,7 @@ class DeviceRank {
       : world_(std::move(world)), spec_(spec) {
     options = options_of_rank(world_.rank(), world_.size(), options);
     options.max_tokens = max_tokens;
-    gpu::set_device(options.device);
+    gpu::set_device(options.cuda.device);
     stream_ = std::make_unique<gpu::Stream>();
     layer_ = std::make_unique<MoeLayer>(
         world_, spec, weights_of_rank(weights, world_.rank(), world_.size()), options);

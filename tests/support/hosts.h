@@ -13,7 +13,7 @@
 
 #include "base/posix.h"
 #include "fabric/hosts_fabric.h"
-#include "network/chaos.h"
+#include "support/chaos.h"
 #include "support/ranks.h"
 
 namespace switchyard::test {

@@ -16,8 +16,8 @@
 #include "base/quantize.h"
 #include "base/threads.h"
 #include "model/config.h"
-#include "model/generate.h"
-#include "model/model_table.h"
+#include "models/generate.h"
+#include "models/model_table.h"
 #include "support/identifier.h"
 #include "support/ranks.h"
 #include "support/specs.h"
@@ -271,7 +271,7 @@ inline BatchResult run_batch(const LayerSpec& spec, const MoeWeights& weights, c
                              const AdjustCall& adjust = {}) {
   const int ranks = static_cast<int>(shares.count.size());
   BatchResult result = empty_result(spec, batch, ranks, output_dtype);
-  if (options.num_threads == 0) options.num_threads = 1;
+  if (options.cpu.num_threads == 0) options.cpu.num_threads = 1;
   run_all_ranks(World::threads(ranks), [&](const World& world) {
     MoeLayer layer(world, spec, weights_of_rank(weights, world.rank(), ranks), options);
     forward_share(layer, batch, shares, world.rank(), result, adjust);

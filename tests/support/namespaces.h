@@ -3,12 +3,14 @@
 #pragma once
 
 #include <gtest/gtest.h>
+#include <sched.h>
 
 #include <atomic>
 #include <cstdlib>
 #include <optional>
 #include <string>
 
+#include "base/posix.h"
 #include "fabric/namespaces.h"
 #include "support/layers.h"
 #include "support/ranks.h"
@@ -19,6 +21,26 @@ namespace switchyard::testing {
 
 inline constexpr const char* kSecret = "a secret for tests only";
 inline constexpr int kPort = 24'680;  // each test has namespaces of its own
+
+// Moves the calling thread into a host.
+inline void enter(const NetworkNamespaces& hosts, int host) {
+  if (::setns(hosts.fd(host), CLONE_NEWNET) != 0) throw_errno("cannot enter a network namespace");
+}
+
+inline void run_ip(const std::string& command) {
+  ASSERT_EQ(std::system(("ip " + command).c_str()), 0) << command;
+}
+// Takes the host's cable out, or puts it in again.
+inline void set_connected(const NetworkNamespaces& hosts, int host, bool connected) {
+  run_ip("-n " + hosts.bridge() + " link set p" + std::to_string(host) +
+         (connected ? " up" : " down"));
+}
+// From now on nothing that one host sends to the other arrives: frames go to an address that no
+// card has.
+inline void cut_path(const NetworkNamespaces& hosts, int from, int to) {
+  run_ip("-n " + hosts.name(from) + " neigh replace " + hosts.ip(to) +
+         " lladdr 02:00:00:00:00:01 dev eth0 nud permanent");
+}
 
 class HostsTest : public ::testing::Test {
  protected:
@@ -48,7 +70,7 @@ class HostsTest : public ::testing::Test {
   }
 
   // Ranks in turn: the first `ranks_of_host` on host 0, and so on.
-  void enter_host_of(int rank, int ranks_of_host) const { hosts_->enter(rank / ranks_of_host); }
+  void enter_host_of(int rank, int ranks_of_host) const { enter(*hosts_, rank / ranks_of_host); }
 
   std::optional<NetworkNamespaces> hosts_;
 };

@@ -31,7 +31,7 @@
 
 #include "base/posix.h"
 #include "base/unique_fd.h"
-#include "fabric/namespaces.h"
+#include "support/namespaces.h"
 #include "support/numbers.h"
 #include "support/ranks.h"
 #include "switchyard/error.h"
@@ -55,7 +55,7 @@ class Relay {
     const UniqueFd home(::open("/proc/thread-self/ns/net", O_RDONLY | O_CLOEXEC));
     if (!home) throw_errno("cannot open this thread's network namespace");
     for (int host = 0; host < hosts.size(); ++host) {
-      hosts.enter(host);
+      switchyard::testing::enter(hosts, host);
       std::string failed;
       try {
         devices_.push_back(open_device(host));

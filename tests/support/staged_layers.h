@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "exchange/staged_layer.h"
+#include "reference/reference.h"
 #include "support/accuracy.h"
 #include "support/hosts.h"
 #include "support/layers.h"
@@ -23,20 +24,26 @@ struct Staged {
 };
 
 inline Staged make_staged(const World& world, const LayerSpec& spec, const MoeWeights& weights,
-                          LayerOptions options = {}, SharedBy shared_by = SharedBy::kRank,
-                          std::int64_t most_rows = 50, bool networks_reach_devices = false) {
+                          LayerOptions options = {}, std::int64_t most_rows = 50,
+                          bool networks_reach_devices = false) {
   if (options.deadline.count() == 0) options.deadline = test::kGenerous;
   auto device = std::make_unique<ThreadDevice>();
   device->networks_reach_it = networks_reach_devices;
   ThreadDevice* const known = device.get();
   return {known,
           make_staged_layer(world, spec, weights_of_rank(weights, world.rank(), world.size()),
-                            options, std::move(device), Backend::kCpu, most_rows, shared_by)};
+                            options, std::move(device), Backend::kCpu, most_rows)};
 }
 
 inline void forward(Staged& staged, const Batch& batch, const Shares& shares, int rank,
                     BatchResult& result, const AdjustCall& adjust = {}) {
   forward_share(*staged.layer, batch, shares, rank, result, adjust);
+}
+
+inline double distance(const BatchResult& result, const BatchResult& expected) {
+  const std::vector<float> values = expected.output.floats();
+  return reference::relative_error(result.output.floats(),
+                                   std::vector<double>(values.begin(), values.end()));
 }
 
 inline void expect_nothing_thrown(const std::vector<std::exception_ptr>& thrown) {
@@ -49,18 +56,17 @@ inline void expect_nothing_thrown(const std::vector<std::exception_ptr>& thrown)
   }
 }
 
-inline BatchResult run_over(const std::vector<int>& ranks_of_hosts, SharedBy shared_by,
-                            const LayerSpec& spec, const MoeWeights& weights, const Batch& batch,
-                            const Shares& shares, DType output, LayerOptions options = {},
-                            const AdjustCall& adjust = {}, bool networks_reach_devices = false) {
+inline BatchResult run_over(const std::vector<int>& ranks_of_hosts, const LayerSpec& spec,
+                            const MoeWeights& weights, const Batch& batch, const Shares& shares,
+                            DType output, LayerOptions options = {}, const AdjustCall& adjust = {},
+                            bool networks_reach_devices = false) {
   test::ChaosHosts hosts{.ranks_of_hosts = ranks_of_hosts};
   hosts.chaos.takes_device_memory = networks_reach_devices;
   options.max_tokens = static_cast<int>(batch.x.rows());
   BatchResult result = empty_result(spec, batch, static_cast<int>(shares.count.size()), output),
               again = result;
   expect_nothing_thrown(test::run_over_chaos(hosts, [&](const World& world) {
-    Staged staged =
-        make_staged(world, spec, weights, options, shared_by, 50, networks_reach_devices);
+    Staged staged = make_staged(world, spec, weights, options, 50, networks_reach_devices);
     forward(staged, batch, shares, world.rank(), result, adjust);
     forward(staged, batch, shares, world.rank(), again, adjust);
   }));
@@ -69,17 +75,15 @@ inline BatchResult run_over(const std::vector<int>& ranks_of_hosts, SharedBy sha
   return result;
 }
 
-// Over hosts with these ranks, three in all. Tokens that the caller has quantised have the same
-// bits.
-inline void expect_accurate_in_fp8(SharedBy shared_by, const std::vector<int>& ranks_of_hosts,
-                                   bool networks_reach_devices = false) {
+// Over three hosts. Tokens that the caller has quantised have the same bits.
+inline void expect_accurate_in_fp8(bool networks_reach_devices) {
   const LayerSpec spec = spec_of(256, 128, 12, 4);
   const MoeWeights weights = generate_weights(spec, DType::kF8E4M3, 3, {.num_threads = 1});
   Batch batch = random_batch(spec, 60, DType::kBF16, 5);
   const LayerOptions options{.compute = DType::kF8E4M3};
   const auto run = [&](const Batch& tokens) {
-    return run_over(ranks_of_hosts, shared_by, spec, weights, tokens, Shares::of({20, 40, 0}),
-                    DType::kBF16, options, {}, networks_reach_devices);
+    return run_over({1, 1, 1}, spec, weights, tokens, Shares::of({20, 40, 0}), DType::kBF16,
+                    options, {}, networks_reach_devices);
   };
   const BatchResult result = run(batch);
   double yardstick = 0;

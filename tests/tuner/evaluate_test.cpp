@@ -4,6 +4,7 @@
 #include <cmath>
 
 #include "tuner/known_kernel.h"
+#include "tuning/judgement.h"
 
 namespace switchyard::tuner {
 namespace {
@@ -136,83 +137,6 @@ TEST(Evaluate, HasNoStaticWithoutBalancedRouting) {
   ASSERT_EQ(outcomes.size(), 2u);
   EXPECT_FALSE(outcomes[0].static_us);
   EXPECT_FALSE(speed_up(outcomes, &Outcome::static_us));
-}
-
-// A profile of given times at beta 0.5 and 1: of the rule and two configurations.
-Profile of_times(const std::vector<std::pair<int, std::vector<double>>>& points) {
-  Profile profile;
-  profile.kernel = "given";
-  profile.device = kDevice;
-  profile.models = {{"m", 4, 1, 128, 128}};
-  for (const char* name : {"rule", "first", "second"}) {
-    Configuration c;
-    c.name = name;
-    c.is_rule = profile.configurations.empty();
-    profile.configurations.push_back(c);
-  }
-  for (const auto& [tokens, times] : points) {
-    Point point;
-    point.tokens = tokens;
-    point.beta = 1;
-    point.fit = point.test = true;
-    point.counts = {tokens, 0, 0, 0};
-    point.times_us = times;
-    point.variations.resize(3);
-    profile.points.push_back(point);
-  }
-  return profile;
-}
-
-TEST(ByTokens, AChoiceGainsAndLosesNowhere) {
-  const Profile profile = of_times({{8, {100, 50, 99}},
-                                    {8, {100, 103, 99}},  // the first gains most, but loses once
-                                    {16, {100, 99, 95}},
-                                    {16, {100, 99, 96}},    // the second
-                                    {32, {100, 99, 97}},    // again
-                                    {64, {100, 98.5, 99}},  // too little
-                                    {128, {100, 0, 95}},
-                                    {128, {100, 90, 95}},         // the first cannot run
-                                    {256, {100, 103, 110}},       // none
-                                    {512, {100, 90, kNotTimed}},  // not timed
-                                    {1024, {100, 90, 95}}});
-  const std::vector<TokensChoice> choices = choices_by_tokens(profile, 0);
-  ASSERT_EQ(choices.size(), 7u);
-  EXPECT_EQ(choices[0].tokens, 8);
-  EXPECT_EQ(choices[0].points, 2u);
-  EXPECT_EQ(choices[0].configuration, 2u);
-  EXPECT_NEAR(choices[0].gain, 1 / 0.99 - 1, 1e-12);
-  EXPECT_NEAR(choices[0].left_max, 1, 1e-12);
-  EXPECT_NEAR(choices[0].left_mean, (1 + 1 / 0.99 - 1) / 2, 1e-12);
-  EXPECT_EQ(choices[1].configuration, 2u);
-  EXPECT_NEAR(choices[1].gain, std::sqrt(1 / 0.95 / 0.96) - 1, 1e-12);
-  EXPECT_NEAR(choices[1].least, 1 / 0.96 - 1, 1e-12);
-  EXPECT_EQ(choices[3].configuration, 1u);
-  EXPECT_EQ(choices[4].configuration, 2u);
-  EXPECT_FALSE(choices[5].configuration);
-  EXPECT_NEAR(choices[5].left_max, 100 / 103.0 - 1, 1e-12);
-  EXPECT_EQ(choices[6].tokens, 1024);
-
-  const Fit its = fit(profile, {Form::kTasks, true, false});
-  const Table table = make_table_by_tokens(profile, its, 0);
-  ASSERT_EQ(table.entries.size(), 2u);
-  EXPECT_EQ(table.entries[0].configuration.name, "second");
-  // Between 16 and 32 both sides choose the same, between 32 and 128 one does not.
-  for (const int tokens : {16, 17, 32, 128}) EXPECT_EQ(entry_for(table, tokens), 0u) << tokens;
-  EXPECT_EQ(entry_for(table, 1024), 1u);
-  for (const int tokens : {8, 15, 33, 64, 127, 129, 256, 512, 1023, 1025}) {
-    EXPECT_FALSE(entry_for(table, tokens)) << tokens;
-  }
-}
-
-TEST(ByTokens, ATableMayBeTheRuleAlone) {
-  const Profile profile = of_times({{8, {100, 99, 99}}, {16, {100, 200, 99}}});
-  const Table table = make_table_by_tokens(profile, fit(profile, {Form::kTasks, true, false}), 0);
-  EXPECT_TRUE(table.entries.empty());
-  const Table read = parse_table(to_json(table), "t.json");
-  ASSERT_TRUE(read.by_tokens);
-  EXPECT_TRUE(read.by_tokens->empty());
-  EXPECT_THROW(select(read, std::vector<std::int64_t>{1, 1, 1, 1}), Error);
-  EXPECT_TRUE(choices_by_tokens(two_sided({1}, false), 0).empty()) << "no rule";
 }
 
 TEST(Regret, IsMeanErrorAndMaximum) {

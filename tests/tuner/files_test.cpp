@@ -122,41 +122,22 @@ TEST(TunerFiles, FitsAreReadStrictly) {
 
 TEST(TunerFiles, TablesAreReadStrictly) {
   const KnownKernel known;
-  Table table = make_table(fit(measured(known, {kSmall})), 0);
-  table.by_tokens = {{1, 8, 0}, {16, 16, table.entries.size() - 1}};
+  const Table table = make_table(fit(measured(known, {kSmall})), 0);
   const auto good = nlohmann::ordered_json::parse(to_json(table));
-  const Table read = parse_table(good.dump(), "t.json");
-  ASSERT_EQ(read.by_tokens->size(), 2u);
-  EXPECT_EQ(entry_for(read, 8), 0u);
-  EXPECT_EQ(entry_for(read, 16), table.entries.size() - 1);
-  EXPECT_FALSE(entry_for(read, 9));
+  EXPECT_EQ(parse_table(good.dump(), "t.json").entries.size(), table.entries.size());
   const auto refused = [&](const std::function<void(nlohmann::ordered_json&)>& spoil,
                            const std::string& part) {
     auto bad = good;
     spoil(bad);
     expect_refused([&] { parse_table(bad.dump(), "bad.json"); }, {part, "bad.json"});
   };
-  refused([](auto& j) { j["by_tokens"][1]["first"] = 8; }, "by_tokens[1].first is 8");
-  refused([](auto& j) { j["by_tokens"][1]["last"] = 15; }, "by_tokens[1].last is 15");
-  refused([](auto& j) { j["by_tokens"][0]["entry"] = 256; }, "by_tokens[0].entry is 256");
-  refused([](auto& j) { j["by_tokens"] = 8; }, "by_tokens is 8");
-  refused([](auto& j) { j["entries"] = nlohmann::json::array(); }, "the number of entries is 0");
-  refused(
-      [](auto& j) {
-        j["entries"] = nlohmann::json::array();
-        j.erase("by_tokens");
-      },
-      "entries is empty");
+  refused([](auto& j) { j["entries"] = nlohmann::json::array(); }, "entries is empty");
 }
 
 class FitFiles : public ::testing::Test {
  protected:
-  FitFiles() {
-    write_fit(file(), fit(measured(known_, {kSmall})));
-    write_table(table(), make_table(fit(measured(known_, {kSmall})), 0));
-  }
+  FitFiles() { write_fit(file(), fit(measured(known_, {kSmall}))); }
   std::filesystem::path file() const { return directory_ / "fit.json"; }
-  std::filesystem::path table() const { return directory_ / "table.json"; }
   KnownKernel known_;
 
  private:
@@ -194,15 +175,6 @@ TEST_F(FitFiles, AreForOneKernelOnOneMachine) {
   Kernel fewer = known_.kernel;
   fewer.configurations.pop_back();
   expect_mismatch([&] { read_fit(file(), fewer, kDevice); }, "number of configurations", "6", "5");
-}
-
-TEST_F(FitFiles, TablesAreForOneModel) {
-  EXPECT_NO_THROW(read_table(table(), "known", 3, kDevice.machine, kSmall));
-  expect_mismatch([&] { read_table(table(), "known", 4, kDevice.machine, kSmall); }, "version", "3",
-                  "4");
-  expect_mismatch([&] { read_table(table(), "known", 3, "other", kSmall); }, "machine",
-                  kDevice.machine, "other");
-  EXPECT_THROW(read_table(table(), "known", 3, kDevice.machine, kLarge), MismatchError);
 }
 
 TEST_F(FitFiles, AbsentFilesAreNamed) {

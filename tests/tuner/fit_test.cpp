@@ -5,6 +5,7 @@
 #include <cmath>
 
 #include "tuner/known_kernel.h"
+#include "tuning/judgement.h"
 
 namespace switchyard::tuner {
 namespace {

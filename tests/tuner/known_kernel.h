@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "model/random_tensor.h"
+#include "base/mix64.h"
 #include "switchyard/tuner.h"
 
 namespace switchyard::tuner::test {

@@ -1,10 +1,10 @@
 // The regions of RaMP's eight models, and each prediction, positive and negative.
+#include "tuning/regions.h"
+
 #include <gmock/gmock.h>
 
 #include <string>
 #include <vector>
-
-#include "switchyard/tuner.h"
 
 namespace switchyard::tuner {
 namespace {

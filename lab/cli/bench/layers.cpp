@@ -8,10 +8,8 @@
 #include <optional>
 #include <utility>
 
-#include "base/host_memory.h"
 #include "base/join.h"
 #include "base/names.h"
-#include "base/numbers.h"
 #include "base/printable.h"
 #include "bench/session.h"
 #include "cli/bench/common.h"
@@ -20,8 +18,10 @@
 #include "cli/lists.h"
 #include "cli/no_gpu.h"
 #include "cli/source.h"
+#include "common/host_memory.h"
+#include "common/numbers.h"
 #include "gpu/device.h"
-#include "model/generate.h"
+#include "models/generate.h"
 #include "protocol/control.h"
 #include "switchyard/error.h"
 #include "switchyard/layer.h"

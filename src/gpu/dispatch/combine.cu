@@ -14,7 +14,7 @@ namespace {
 using protocol::SlotEntry;
 
 // How results travel: rows as they are, rows times their weights, or sums of rows.
-enum class Return : std::uint8_t { kRow, kWeighed, kSum };
+enum class Return : std::uint8_t { kRow, kWeighted, kSum };
 
 __device__ __forceinline__ DeviceArrival arrival_at(const DeviceArrival* from) {
   const uint4 words = *reinterpret_cast<const uint4*>(from);
@@ -86,7 +86,8 @@ __global__ void __launch_bounds__(kMoverThreads)
     const std::size_t list = static_cast<std::size_t>(to) * site.list;
     const DeviceArrival arrival = arrival_at(handle.arrivals + list + i);
     const std::uint32_t token = SlotEntry::token(arrival.slot), k = SlotEntry::k(arrival.slot);
-    std::byte* const cell = site.heap.cell(site.heaps.base[to], number, token, k);
+    const Peer peer(site.heaps, to);
+    const protocol::Region<std::byte> cell = site.heap.cell(number, token, k);
     if constexpr (kReturn == Return::kRow) {
       const bool there = arrival.row < call.num_rows;
       const std::byte* const from = call.rows + (there ? arrival.row * call.row_stride : 0);
@@ -94,11 +95,11 @@ __global__ void __launch_bounds__(kMoverThreads)
       for (std::uint32_t step = units.begin(part); step < units.end(part); ++step) {
         Vectors v;
         load_step(v, from, step, there ? bytes : 0);
-        store_step(cell, v, step, bytes);
+        put_step(peer, cell, v, step, bytes);
       }
-    } else if constexpr (kReturn == Return::kWeighed) {
-      send_sum<kType>(site, call, cell, arrival.row, __uint_as_float(arrival.weight), 1,
-                      units.begin(part), units.end(part));
+    } else if constexpr (kReturn == Return::kWeighted) {
+      send_sum<kType>(site, call, peer.mapped(cell), arrival.row, __uint_as_float(arrival.weight),
+                      1, units.begin(part), units.end(part));
     } else {
       // The token's first row here sends the sum; lane j has its row j.
       const std::uint32_t siblings = handle.siblings[list + i];
@@ -112,7 +113,7 @@ __global__ void __launch_bounds__(kMoverThreads)
         mine = arrival_at(handle.arrivals + list + j);
       }
       const float weight = call.weighs ? __uint_as_float(mine.weight) : 1.0f;
-      send_sum<kType>(site, call, cell, mine.row, weight, count, units.begin(part),
+      send_sum<kType>(site, call, peer.mapped(cell), mine.row, weight, count, units.begin(part),
                       units.end(part));
     }
     if (part == 0 && to != me) ++returned;
@@ -123,8 +124,7 @@ __global__ void __launch_bounds__(kMoverThreads)
   if (!last) return;
   if (static_cast<int>(threadIdx.x) < ranks) {
     const int to = static_cast<int>(threadIdx.x);
-    protocol::store_release(site.heap.returned(site.heaps.base[to], number, me),
-                            protocol::numbered(number, 0));
+    Peer(site.heaps, to).signal(site.heap.returned(number, me), protocol::numbered(number, 0));
   }
   if (threadIdx.x != 0) return;
   ExchangeWords& words = *site.words;
@@ -132,8 +132,8 @@ __global__ void __launch_bounds__(kMoverThreads)
   words.combine_of_all = ++words.calls;
   words.rows_returned = take_count(site, 0);
   if (handle.plan->end_of_rows > call.num_rows) {
-    tell(site.failures->results,
-         ExchangeFailures::kFound | std::uint64_t{handle.plan->end_of_rows});
+    record_failure(site.failures->results,
+                   ExchangeFailures::kFound | std::uint64_t{handle.plan->end_of_rows});
   }
   protocol::note_progress(site.heaps);
 }
@@ -144,15 +144,15 @@ __global__ void __launch_bounds__(32) await_combine(const __grid_constant__ Exch
   const BlockTrace trace(site, ExchangeStage::kAwaitCombine, TraceKind::kCombine,
                          site.words->dispatch, number);
   if (!is_alive(site)) return;
-  const bool came =
+  const bool arrived =
       await_all(site, protocol::Phase::kCombine, number, site.words->combine_of_all,
-                [&](int r) { return site.heap.returned(site.heaps.mine(), number, r); });
-  if (came && threadIdx.x == 0) {
+                [&](int r) { return site.heap.returned(number, r).in(site.heaps.mine()); });
+  if (arrived && threadIdx.x == 0) {
     trace.begin();
     trace.end();
   }
   invite_next_kernel();
-  if (came && threadIdx.x == 0) protocol::note_progress(site.heaps);
+  if (arrived && threadIdx.x == 0) protocol::note_progress(site.heaps);
 }
 
 template <DType kIn>
@@ -193,7 +193,7 @@ __global__ void __launch_bounds__(kMoverThreads)
         for (std::uint32_t i = 0; i < kAtOnce; ++i) {
           if (some != 0) {
             const auto k = static_cast<std::uint32_t>(__ffs(static_cast<int>(some))) - 1;
-            cells[i].load(site.heap.cell(site.heaps.mine(), number, token, k), columns);
+            cells[i].load(site.heap.cell(number, token, k).in(site.heaps.mine()), columns);
           }
           some &= some - 1;
         }
@@ -229,7 +229,7 @@ template <DType kType>
 cudaError_t launch_return(const ExchangeSite& site, const HandleSite& handle,
                           const CombineSend& call, unsigned blocks, cudaStream_t stream) {
   if (call.pre_sum) return launch<Return::kSum, kType>(site, handle, call, blocks, stream);
-  if (call.weighs) return launch<Return::kWeighed, kType>(site, handle, call, blocks, stream);
+  if (call.weighs) return launch<Return::kWeighted, kType>(site, handle, call, blocks, stream);
   return launch<Return::kRow, kType>(site, handle, call, blocks, stream);
 }
 
@@ -238,7 +238,7 @@ cudaError_t load_of_type() {
   cudaFuncAttributes facts;
   for (const cudaError_t result :
        {cudaFuncGetAttributes(&facts, send_results<Return::kRow, kType>),
-        cudaFuncGetAttributes(&facts, send_results<Return::kWeighed, kType>),
+        cudaFuncGetAttributes(&facts, send_results<Return::kWeighted, kType>),
         cudaFuncGetAttributes(&facts, send_results<Return::kSum, kType>)}) {
     if (result != cudaSuccess) return result;
   }

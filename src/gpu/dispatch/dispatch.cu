@@ -14,10 +14,9 @@
 #include <cuda_fp16.h>
 
 #include <algorithm>
-#include <climits>
 
 #include "gpu/dispatch/launch.h"
-#include "gpu/dispatch/site.cuh"
+#include "gpu/dispatch/sort.cuh"
 #include "gpu/ptx/convert.cuh"
 #include "gpu/tile/quantize.cuh"
 
@@ -25,307 +24,6 @@ namespace switchyard::gpu {
 namespace {
 
 using protocol::SlotEntry;
-
-constexpr std::uint32_t kPartTokens = protocol::ExchangeHeap::kPartTokens;
-
-__device__ __forceinline__ std::uint64_t sum_up_to_lane(std::uint64_t value) {
-#pragma unroll
-  for (std::uint32_t distance = 1; distance < 32; distance *= 2) {
-    const std::uint64_t below = __shfl_up_sync(~0u, value, distance);
-    if (threadIdx.x % 32 >= distance) value += below;
-  }
-  return value;
-}
-// The sum of the values of this thread and those before it.
-__device__ __forceinline__ std::uint64_t sum_up_to_thread(std::uint64_t value) {
-  __shared__ std::uint64_t of_warps[32];
-  std::uint64_t sum = sum_up_to_lane(value);
-  if (threadIdx.x % 32 == 31) of_warps[threadIdx.x / 32] = sum;
-  __syncthreads();
-  for (std::uint32_t w = 0; w < threadIdx.x / 32; ++w) sum += of_warps[w];
-  return sum;
-}
-
-// A dispatch as its flags name it.
-struct Sending {
-  std::uint64_t number;  // this dispatch's
-  std::uint64_t layout;  // that of the dispatch whose rows it uses
-  std::uint32_t parts;   // units of a token
-};
-
-// Raises a part's flag in the heaps of all ranks. Called by one thread, after a fence.
-__device__ __forceinline__ void raise_part(const ExchangeSite& site, const Sending& sending,
-                                           std::uint32_t part) {
-  for (int r = 0; r < site.heaps.size(); ++r) {
-    protocol::store_relaxed(site.heap.come(site.heaps.base[r], sending.number, site.heaps.rank,
-                                           std::uint64_t{part} * kPartTokens),
-                            protocol::numbered(sending.number, sending.layout));
-  }
-}
-
-// Counts `count` more units of tokens in part `part`, or entries of as many of its tokens. The last
-// call tells all ranks. Called by one thread, after a fence behind the counted writes.
-__device__ __forceinline__ void note_came(const ExchangeSite& site, const DispatchSend& call,
-                                          const Sending& sending, std::uint32_t part,
-                                          std::uint32_t count) {
-  const std::uint32_t tokens = min(kPartTokens, call.count - part * kPartTokens);
-  const std::uint32_t all = tokens * (sending.parts + (call.fresh ? 1 : 0));
-  if (atomicAdd(site.came + part, count) + count != all) return;
-  fence_system();
-  site.came[part] = 0;
-  raise_part(site, sending, part);
-}
-
-// ------------------------------------------------------------------------------------- sorting
-//
-// A stable counting sort of slots by place. Each sorting block has a run of tokens, and each of its
-// warps a part of that run. A block needs the counts of the blocks before it, and of no other.
-// Blocks start in order, so it only waits for blocks that run.
-
-constexpr std::uint32_t kSortWarps = 8;
-
-struct SortStorage {
-  std::uint32_t counts[kSortWarps][kMostPlaces];  // per warp; then those before its next slot
-  std::uint32_t before[kMostPlaces];              // in earlier blocks
-  std::uint32_t up_to[kMostPlaces];               // up to this block; then of places up to each
-};
-
-__device__ __forceinline__ std::int32_t given_id(const SlotsCall& call, std::size_t slot) {
-  if (!call.wide_ids) return static_cast<const std::int32_t*>(call.ids)[slot];
-  const std::int64_t id = static_cast<const std::int64_t*>(call.ids)[slot];
-  // No expert has an id that an i32 cannot hold, so any invalid one may take its place.
-  const auto narrow = static_cast<std::int32_t>(id);
-  return narrow == id ? narrow : id < 0 ? INT_MIN : INT_MAX;
-}
-// Returns the expert's id, or -1 for none.
-__device__ __forceinline__ std::int32_t id_of(const SlotsCall& call, std::int32_t given) {
-  return given >= 0 && given < call.num_experts ? given : -1;
-}
-__device__ __forceinline__ bool is_bad(const SlotsCall& call, std::int32_t given) {
-  return given < -1 || (given >= call.num_experts && !call.large_ids_are_none);
-}
-__device__ __forceinline__ std::int32_t place_of(const SlotsCall& call, std::int32_t id) {
-  return id < 0 || call.place_of == nullptr ? id : call.place_of[id];
-}
-__device__ __forceinline__ float weight_of(const SlotsCall& call, std::size_t slot) {
-  if (call.weights == nullptr) return 1;
-  return call.bf16_weights ? __bfloat162float(static_cast<const __nv_bfloat16*>(call.weights)[slot])
-                           : static_cast<const float*>(call.weights)[slot];
-}
-
-// A warp's tokens. It takes as many at a time as it has lanes for their slots.
-struct SortLanes {
-  std::uint32_t begin, end, at_once;
-  std::uint32_t local, k;  // this lane's token among those, and its slot
-  bool inside;
-
-  __device__ SortLanes(const ExchangeSite& site, const DispatchSend& call) {
-    const std::uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    at_once = 32 / site.top_k;
-    local = lane / site.top_k;
-    k = lane % site.top_k;
-    inside = local < at_once;
-    const std::uint32_t all = call.slots.tokens_of_sorter;
-    const std::uint32_t each = protocol::ceil_div(all, kSortWarps);
-    const std::uint32_t first = min(blockIdx.x * all, call.count);
-    const std::uint32_t last = min(first + all, call.count);
-    begin = warp < kSortWarps ? min(first + warp * each, last) : last;
-    end = warp < kSortWarps ? min(begin + each, last) : last;
-  }
-  __device__ bool has(std::uint32_t first) const { return inside && first + local < end; }
-};
-
-// The lanes with the same value, and how many of them come before this one.
-struct Equals {
-  std::uint32_t lanes, count, before;
-
-  __device__ explicit Equals(std::uint32_t value) {
-    lanes = __match_any_sync(~0u, value);
-    count = __popc(lanes);
-    before = __popc(lanes & ((1u << threadIdx.x % 32) - 1));
-  }
-};
-// Returns a value for Equals that differs from every other lane's, and from all below 2^31.
-__device__ __forceinline__ std::uint32_t unlike_others() { return 1u << 31 | threadIdx.x % 32; }
-
-// Stores the places and weights of a warp's slots, and counts the slots of each place.
-__device__ __forceinline__ void count_slots(const ExchangeSite& site, const HandleSite& handle,
-                                            const DispatchSend& call, const SortLanes& lanes,
-                                            std::uint32_t* counts) {
-#pragma unroll 1
-  for (std::uint32_t first = lanes.begin; first < lanes.end; first += lanes.at_once) {
-    const bool has = lanes.has(first);
-    const std::uint32_t token = first + lanes.local;
-    const std::size_t slot = std::size_t{token} * site.top_k + lanes.k;
-    const std::int32_t given = has ? given_id(call.slots, slot) : -1;
-    if (is_bad(call.slots, given)) {
-      tell(site.failures->unknown, ExchangeFailures::kFound | std::uint64_t{token} << 32 |
-                                       static_cast<std::uint32_t>(given));
-    }
-    const std::int32_t id = id_of(call.slots, given);
-    const float weight = has ? weight_of(call.slots, slot) : 0;
-    const Equals same(id < 0 ? unlike_others()
-                             : lanes.local << 12 | static_cast<std::uint32_t>(id));
-    const bool twice = id >= 0 && same.before != 0;
-    if (twice) {
-      tell(site.failures->twice,
-           ExchangeFailures::kFound | std::uint64_t{token} << 32 | static_cast<std::uint64_t>(id));
-    }
-    const std::int32_t place = twice ? -1 : place_of(call.slots, id);
-    if (has) {
-      handle.places[slot] = place;
-      handle.weights[slot] = weight;
-    }
-    const Equals equals(static_cast<std::uint32_t>(place));
-    if (place >= 0 && equals.before == 0) counts[place] += equals.count;
-    __syncwarp();
-  }
-}
-
-// Sums the slots of each place in the blocks before this one. Returns false if the exchange died.
-__device__ __forceinline__ bool sum_blocks_before(const ExchangeSite& site,
-                                                  const DispatchSend& call, std::uint64_t number,
-                                                  SortStorage& storage) {
-  for (std::uint32_t p = threadIdx.x; p < call.num_places; p += kMoverThreads) {
-    std::uint32_t sum = 0;
-#pragma unroll
-    for (std::uint32_t w = 0; w < kSortWarps; ++w) {
-      const std::uint32_t count = storage.counts[w][p];
-      storage.counts[w][p] = sum;
-      sum += count;
-    }
-    storage.before[p] = 0;
-    storage.up_to[p] = sum;
-    if (call.sorters > 1) site.totals[std::size_t{blockIdx.x} * call.num_places + p] = sum;
-  }
-  if (call.sorters > 1) {
-    __syncthreads();
-    if (threadIdx.x == 0) protocol::store_release(site.totalled + blockIdx.x, number);
-    bool came = true;
-    if (threadIdx.x < blockIdx.x) {
-      for (std::uint32_t looks = 1; came; ++looks) {
-        if (protocol::load_acquire(site.totalled + threadIdx.x) == number) break;
-        // In an exchange that died, earlier blocks leave without a count.
-        if (looks % 256 == 0) came = !protocol::aborted(site.heaps);
-      }
-    }
-    if (__syncthreads_and(came) == 0) return false;
-    for (std::uint32_t p = threadIdx.x; p < call.num_places; p += kMoverThreads) {
-      std::uint32_t sum = 0;
-#pragma unroll 8
-      for (std::uint32_t b = 0; b < blockIdx.x; ++b) {
-        sum += __ldcg(site.totals + std::size_t{b} * call.num_places + p);
-      }
-      storage.before[p] = sum;
-      storage.up_to[p] += sum;
-    }
-  }
-  __syncthreads();
-  return true;
-}
-
-// Sends each rank the counts of its experts. Called by the last sorting block. Each word names its
-// dispatch, so no flag has to follow.
-__device__ __forceinline__ void publish_counts(const ExchangeSite& site, const DispatchSend& call,
-                                               std::uint64_t number, SortStorage& storage) {
-  const std::uint32_t p = 2 * threadIdx.x;
-  const std::uint32_t low = p < call.num_places ? storage.up_to[p] : 0;
-  const std::uint32_t high = p + 1 < call.num_places ? storage.up_to[p + 1] : 0;
-  const auto sum = static_cast<std::uint32_t>(sum_up_to_thread(low + high));
-  storage.up_to[p] = sum - high;
-  storage.up_to[p + 1] = sum;
-  __syncthreads();
-  const protocol::ExpertPartition& places = site.heaps.experts;
-  for (std::uint32_t i = threadIdx.x; i < call.num_places; i += kMoverThreads) {
-    const int to = places.owner(static_cast<int>(i)), begin = places.begin(to);
-    const std::uint32_t before = begin == 0 ? 0 : storage.up_to[begin - 1];
-    protocol::store_relaxed(
-        site.heap.counts(site.heaps.base[to], number, site.heaps.rank) + i - begin,
-        protocol::numbered(number, storage.up_to[i] - before));
-  }
-}
-
-// Sends the entries of a warp's slots. Returns how many went to other ranks.
-__device__ __forceinline__ std::uint32_t send_entries(
-    const ExchangeSite& site, const HandleSite& handle, const DispatchSend& call,
-    const Sending& sending, const SortLanes& lanes, SortStorage& storage) {
-  const protocol::ExpertPartition& places = site.heaps.experts;
-  const int me = site.heaps.rank, ranks = site.heaps.size();
-  std::uint32_t* const counts = storage.counts[threadIdx.x / 32];
-  std::uint32_t sent = 0;
-#pragma unroll 1
-  for (std::uint32_t first = lanes.begin; first < lanes.end; first += lanes.at_once) {
-    const bool has = lanes.has(first);
-    const std::uint32_t token = first + lanes.local;
-    const std::size_t slot = std::size_t{token} * site.top_k + lanes.k;
-    // This thread stored it in count_slots().
-    const std::int32_t place = has ? handle.places[slot] : -1;
-    const Equals equals(static_cast<std::uint32_t>(place));
-    const std::uint32_t so_far = place >= 0 ? counts[place] : 0;
-    __syncwarp();  // all have read the count before one of them raises it
-    if (place >= 0 && equals.before == 0) counts[place] = so_far + equals.count;
-    __syncwarp();
-    const int owner = place < 0 ? -1 : places.owner(place);
-    const Equals same(owner < 0 ? unlike_others()
-                                : lanes.local << 6 | static_cast<std::uint32_t>(owner));
-    const std::size_t entry_of = std::size_t{token} * site.slots;
-    if (owner >= 0) {
-      const auto expert = static_cast<std::uint32_t>(place - places.begin(owner));
-      const uint4 entry{storage.before[place] + so_far + equals.before, lanes.k << 16 | expert,
-                        __float_as_uint(handle.weights[slot]),
-                        same.lanes >> (lanes.local * site.top_k)};
-      store_vector(site.heap.entries<DeviceEntry>(site.heaps.base[owner], sending.number, me) +
-                       entry_of + same.before,
-                   entry);
-      if (owner != me) ++sent;
-    }
-    std::uint64_t owners = 0;  // the token's, a bit for each rank
-    for (std::uint32_t i = 0; i < site.top_k; ++i) {
-      const int one = __shfl_sync(~0u, owner, lanes.inside ? lanes.local * site.top_k + i : 0);
-      if (one >= 0) owners |= std::uint64_t{1} << one;
-    }
-    for (int r = static_cast<int>(lanes.k); has && r < ranks; r += static_cast<int>(site.top_k)) {
-      if ((owners >> r & 1) != 0) continue;
-      store_vector(
-          site.heap.entries<DeviceEntry>(site.heaps.base[r], sending.number, me) + entry_of,
-          uint4{0, 0, 0, 0});
-      if (r != me) ++sent;
-    }
-    __syncwarp();
-  }
-  if (call.by_parts && threadIdx.x % 32 == 0 && lanes.begin < lanes.end) {
-    fence_system();  // for the stores of all lanes, which came before the warp's barrier
-    for (std::uint32_t token = lanes.begin; token < lanes.end;) {
-      const std::uint32_t part = token / kPartTokens;
-      const std::uint32_t next = min((part + 1) * kPartTokens, lanes.end);
-      note_came(site, call, sending, part, next - token);
-      token = next;
-    }
-  }
-  return __reduce_add_sync(~0u, sent);
-}
-
-// Does a sorting block's work. Returns false if the exchange died.
-__device__ __forceinline__ bool sort_slots(const ExchangeSite& site, const HandleSite& handle,
-                                           const DispatchSend& call, const Sending& sending,
-                                           std::uint32_t& entries_sent) {
-  __shared__ SortStorage storage;
-  const SortLanes lanes(site, call);
-  for (std::uint32_t p = threadIdx.x; p < call.num_places; p += kMoverThreads) {
-#pragma unroll
-    for (std::uint32_t w = 0; w < kSortWarps; ++w) storage.counts[w][p] = 0;
-  }
-  __syncthreads();
-  // Warps from kSortWarps on have no tokens.
-  count_slots(site, handle, call, lanes, storage.counts[threadIdx.x / 32 % kSortWarps]);
-  __syncthreads();
-  if (!sum_blocks_before(site, call, sending.number, storage)) return false;
-  if (blockIdx.x == call.sorters - 1) publish_counts(site, call, sending.number, storage);
-  if (threadIdx.x / 32 < kSortWarps) {
-    entries_sent = send_entries(site, handle, call, sending, lanes, storage);
-  }
-  return true;
-}
 
 // --------------------------------------------------------------------------------------- send
 
@@ -361,18 +59,20 @@ __device__ __forceinline__ void load_columns(uint4 (&v)[2], const std::byte* tok
   }
 }
 
-// The ranks that get a token. A rank's lane is that of the token's first slot there; `to` is the
-// token's address in that rank's pool.
+// The ranks that get a token, and its place in their pools. A rank's lane is that of the token's
+// first slot there.
 struct Targets {
+  const protocol::Heaps& heaps;
+  protocol::Region<std::byte> row;
   std::uint32_t lanes;
-  std::byte* to;
+  int rank;
 
-  template <typename Store>
-  __device__ __forceinline__ void for_each(Store&& store) const {
+  // Calls put(peer) for each of them.
+  template <typename Put>
+  __device__ __forceinline__ void for_each(Put&& put) const {
 #pragma unroll 1
     for (std::uint32_t rest = lanes; rest != 0; rest &= rest - 1) {
-      store(reinterpret_cast<std::byte*>(__shfl_sync(~0u, reinterpret_cast<unsigned long long>(to),
-                                                     __ffs(static_cast<int>(rest)) - 1)));
+      put(Peer(heaps, __shfl_sync(~0u, rank, __ffs(static_cast<int>(rest)) - 1)));
     }
   }
 };
@@ -380,7 +80,7 @@ struct Targets {
 // Cuts tokens into units: short enough that flags rise soon, long enough to be worth a fence.
 template <Wire kWire>
 __device__ __forceinline__ Units units_to_send(const ExchangeSite& site, const DispatchSend& call) {
-  const std::uint32_t senders = gridDim.x - call.placers - call.first_sender;
+  const std::uint32_t senders = gridDim.x - call.placing_blocks - call.first_sender;
   if constexpr (kWire == Wire::kCopy) {
     return {call.count, CopySteps::count(call.wire_bytes), senders, 2};
   } else {
@@ -398,11 +98,11 @@ __device__ __forceinline__ void send_step(const ExchangeSite& site, const Dispat
   load_columns<kWire>(v, token, column, site.hidden);
   float scale;
   const uint4 codes = quantize_together(v[0], v[1], scale);
-  targets.for_each([&](std::byte* to) {
+  targets.for_each([&](const Peer& peer) {
     if (column >= site.hidden) return;
-    store_vector(to + column, codes);
+    peer.put_vector(targets.row + column, codes);
     if (lane % kGroupLanes != 0) return;
-    reinterpret_cast<float*>(to + site.heap.scale_offset())[column / kQuantGroup] = scale;
+    peer.put(targets.row.as<float>(site.heap.scale_offset()) + column / kQuantGroup, scale);
   });
 }
 
@@ -412,8 +112,8 @@ __device__ __forceinline__ void send_scales(const ExchangeSite& site, const Disp
   const float* const scales = call.scales + token * call.scale_stride;
   for (std::uint32_t g = threadIdx.x % 32; g - threadIdx.x % 32 < call.groups; g += 32) {
     const float scale = g < call.groups ? scales[g] : 0;
-    targets.for_each([&](std::byte* to) {
-      if (g < call.groups) reinterpret_cast<float*>(to + site.heap.scale_offset())[g] = scale;
+    targets.for_each([&](const Peer& peer) {
+      if (g < call.groups) peer.put(targets.row.as<float>(site.heap.scale_offset()) + g, scale);
     });
   }
 }
@@ -427,7 +127,7 @@ __device__ __forceinline__ std::uint32_t send_units(const ExchangeSite& site,
   const protocol::ExpertPartition& places = site.heaps.experts;
   const int me = site.heaps.rank;
   const std::uint32_t lane = threadIdx.x % 32;
-  const std::uint32_t senders = gridDim.x - call.placers - call.first_sender;
+  const std::uint32_t senders = gridDim.x - call.placing_blocks - call.first_sender;
   const std::uint32_t first = threadIdx.x / 32 * senders + blockIdx.x - call.first_sender;
   std::uint32_t tokens_sent = 0;
 #pragma unroll 1
@@ -441,15 +141,14 @@ __device__ __forceinline__ std::uint32_t send_units(const ExchangeSite& site,
     const std::size_t slot = std::size_t{token} * site.top_k + lane;
     std::int32_t place = -1;
     if (lane < site.top_k) {
-      place = call.fresh ? place_of(call.slots, id_of(call.slots, given_id(call.slots, slot)))
-                         : handle.places[slot];
+      place = call.new_layout ? place_of(call.slots, id_of(call.slots, given_id(call.slots, slot)))
+                              : handle.places[slot];
     }
     const int owner = place < 0 ? -1 : places.owner(place);
     const std::uint32_t same = __match_any_sync(~0u, owner);
     const bool leads = owner >= 0 && lane == static_cast<std::uint32_t>(__ffs(same)) - 1;
-    const Targets targets{
-        __ballot_sync(~0u, leads),
-        leads ? site.heap.pool(site.heaps.base[owner], sending.number, me, token) : nullptr};
+    const Targets targets{site.heaps, site.heap.pool(sending.number, me, token),
+                          __ballot_sync(~0u, leads), owner};
     if (part == 0) {
       tokens_sent += __popc(__ballot_sync(~0u, leads && owner != me));
       if (kWire == Wire::kCopy && call.groups != 0) send_scales(site, call, token, targets);
@@ -457,7 +156,8 @@ __device__ __forceinline__ std::uint32_t send_units(const ExchangeSite& site,
     if constexpr (kWire == Wire::kCopy) {
 #pragma unroll 1
       while (step < end) {
-        targets.for_each([&](std::byte* to) { store_step(to, v, step, call.wire_bytes); });
+        targets.for_each(
+            [&](const Peer& peer) { put_step(peer, targets.row, v, step, call.wire_bytes); });
         if (++step < end) load_step(v, from, step, call.wire_bytes);
       }
     } else {
@@ -467,7 +167,7 @@ __device__ __forceinline__ std::uint32_t send_units(const ExchangeSite& site,
     __syncwarp();
     if (call.by_parts && lane == 0) {
       fence_system();
-      note_came(site, call, sending, token / kPartTokens, 1);
+      count_units(site, call, sending, token / kPartTokens, 1);
     }
   }
   return tokens_sent;
@@ -484,7 +184,7 @@ __device__ __forceinline__ void advance(const ExchangeSite& site, const HandleSi
   words.tokens = call.count;
   words.tokens_sent = take_count(site, 0);
   words.entries_sent = take_count(site, 1);
-  words.fresh = call.fresh ? 1 : 0;
+  words.new_layout = call.new_layout ? 1 : 0;
   protocol::note_progress(site.heaps);
 }
 
@@ -503,7 +203,7 @@ __device__ void plan_rows(const ExchangeSite& site, const HandleSite& handle,
   const std::uint32_t e = threadIdx.x, own = call.own_experts;
   const int ranks = site.heaps.size();
   if (threadIdx.x == 0) end_of_rows = 0;
-  const auto counts = [&](int r) { return site.heap.counts(site.heaps.mine(), number, r); };
+  const auto counts = [&](int r) { return site.heap.counts(number, r).in(site.heaps.mine()); };
   // The counts of the first ranks are all loaded at the same time.
   constexpr int kAtOnce = 8;
   std::uint32_t begins[kAtOnce] = {}, ends[kAtOnce] = {};
@@ -530,14 +230,14 @@ __device__ void plan_rows(const ExchangeSite& site, const HandleSite& handle,
   const std::uint32_t first = padded ? e * size : static_cast<std::uint32_t>(up_to >> 32) - room;
   if (e < own) {
     if (total > kept) {
-      tell(site.failures->padded,
-           ExchangeFailures::kFound | std::uint64_t{e} << 32 | std::uint64_t{total});
+      record_failure(site.failures->padded,
+                     ExchangeFailures::kFound | std::uint64_t{e} << 32 | std::uint64_t{total});
     }
     handle.limit[e] = first + kept;
     handle.own_ends[e] = static_cast<std::int32_t>(packed + kept);
     if (kept != 0) atomicMax(&end_of_rows, first + kept);
     std::uint32_t before = 0;
-    const auto tell_base = [&](int r, std::uint32_t begin, std::uint32_t end) {
+    const auto store_base = [&](int r, std::uint32_t begin, std::uint32_t end) {
       const std::size_t at = static_cast<std::size_t>(r) * own + e;
       handle.row_base[at] = first + before;
       handle.packed_base[at] = packed + before;
@@ -546,10 +246,10 @@ __device__ void plan_rows(const ExchangeSite& site, const HandleSite& handle,
     };
 #pragma unroll
     for (int r = 0; r < kAtOnce; ++r) {
-      if (r < ranks) tell_base(r, begins[r], ends[r]);
+      if (r < ranks) store_base(r, begins[r], ends[r]);
     }
     for (int r = kAtOnce; r < ranks; ++r) {
-      tell_base(r, listed(counts(r), e), listed(counts(r), e + 1));
+      store_base(r, listed(counts(r), e), listed(counts(r), e + 1));
     }
   }
   if (e + 1 == own || (own == 0 && e == 0)) {
@@ -557,8 +257,8 @@ __device__ void plan_rows(const ExchangeSite& site, const HandleSite& handle,
     handle.plan->layout_rows = own == 0 ? 0 : padded ? own * size : first + room;
   }
   for (int r = static_cast<int>(threadIdx.x); r < ranks; r += static_cast<int>(blockDim.x)) {
-    handle.plan->tokens[r] =
-        static_cast<std::uint32_t>(load_words(site.heap.head(site.heaps.mine(), number, r)).second);
+    handle.plan->tokens[r] = static_cast<std::uint32_t>(
+        load_words(site.heap.header(number, r).in(site.heaps.mine())).second);
   }
   // Sums the ranks' arrivals in one warp, two ranks per lane.
   if (threadIdx.x < 32) {
@@ -577,15 +277,16 @@ __device__ void plan_rows(const ExchangeSite& site, const HandleSite& handle,
 // Ends the exchange, because ranks use the rows of different dispatches. Called by one thread.
 __device__ void refuse_mixture(const ExchangeSite& site, std::uint64_t number, std::uint64_t layout,
                                int source, std::uint64_t word) {
-  tell(site.failures->mixture_of, number << 32 | protocol::flag_of(layout));
-  tell(site.failures->mixture, ExchangeFailures::kFound | static_cast<std::uint64_t>(source) << 32 |
-                                   static_cast<std::uint32_t>(word));
+  record_failure(site.failures->mixture_of, number << 32 | protocol::flag_of(layout));
+  record_failure(site.failures->mixture, ExchangeFailures::kFound |
+                                             static_cast<std::uint64_t>(source) << 32 |
+                                             static_cast<std::uint32_t>(word));
   protocol::abort_world(site.heaps, {site.heaps.rank, site.heaps.rank, protocol::Phase::kDispatch,
                                      site.words->dispatch_of_all,
                                      static_cast<std::uint64_t>(source), protocol::flag_of(layout),
                                      static_cast<std::uint32_t>(word), 0, site.heaps.rank});
   fence_system();
-  tell(site.failures->given_up, std::uint32_t{1});
+  record_failure(site.failures->given_up, std::uint32_t{1});
 }
 
 __global__ void __launch_bounds__(kMostOwn)
@@ -594,14 +295,14 @@ __global__ void __launch_bounds__(kMostOwn)
                    const __grid_constant__ DispatchReceive call) {
   await_kernel_before();
   const std::uint64_t number = site.words->dispatch, layout = handle.plan->layout;
-  const bool planned = !call.fresh || handle.plan->planned == number;
+  const bool planned = !call.new_layout || handle.plan->planned == number;
   const BlockTrace trace(site, ExchangeStage::kAwaitDispatch, TraceKind::kCounts, number);
   if (!is_alive(site)) return;
   const int ranks = site.heaps.size();
-  const auto flag_of = [&](int r) { return site.heap.arrived(site.heaps.mine(), number, r); };
-  const bool came = threadIdx.x >= 32 || await_all(site, protocol::Phase::kDispatch, number,
-                                                   site.words->dispatch_of_all, flag_of);
-  if (__syncthreads_and(came) == 0) return;
+  const auto flag_of = [&](int r) { return site.heap.arrived(number, r).in(site.heaps.mine()); };
+  const bool arrived = threadIdx.x >= 32 || await_all(site, protocol::Phase::kDispatch, number,
+                                                      site.words->dispatch_of_all, flag_of);
+  if (__syncthreads_and(arrived) == 0) return;
   if (threadIdx.x == 0) trace.begin();
   invite_next_kernel();
   const int r = static_cast<int>(threadIdx.x);
@@ -631,7 +332,8 @@ __global__ void __launch_bounds__(kMostOwn)
     site.words->rows_received = plan.num_rows;
     if (call.num_rows != nullptr) *call.num_rows = static_cast<std::int32_t>(plan.num_rows);
     if (plan.end_of_rows > call.capacity) {
-      tell(site.failures->capacity, ExchangeFailures::kFound | std::uint64_t{plan.end_of_rows});
+      record_failure(site.failures->capacity,
+                     ExchangeFailures::kFound | std::uint64_t{plan.end_of_rows});
     }
   }
   const std::uint32_t e = threadIdx.x;
@@ -655,16 +357,18 @@ __device__ __forceinline__ void place_token(const ExchangeSite& site, const Hand
   DeviceEntry* const kept = handle.entries + list + entry_at;
   uint4 entry{0, 0, 0, 0};
   if (lane < site.slots) {
-    const DeviceEntry* const came =
-        call.fresh ? site.heap.entries<DeviceEntry>(site.heaps.mine(), number, source) + entry_at
-                   : kept;
-    entry = __ldcg(reinterpret_cast<const uint4*>(came));
+    const DeviceEntry* const arrived =
+        call.new_layout
+            ? site.heap.entries<DeviceEntry>(number, source).in(site.heaps.mine()) + entry_at
+            : kept;
+    entry = __ldcg(reinterpret_cast<const uint4*>(arrived));
   }
   const std::uint32_t count = __popc(__shfl_sync(~0u, entry.w, 0));
   const bool there = lane < count;
-  if (call.fresh && first_part && (there || lane == 0)) *reinterpret_cast<uint4*>(kept) = entry;
+  if (call.new_layout && first_part && (there || lane == 0))
+    *reinterpret_cast<uint4*>(kept) = entry;
   if (count == 0) return;
-  const std::byte* const from = site.heap.pool(site.heaps.mine(), number, source, token);
+  const std::byte* const from = site.heap.pool(number, source, token).in(site.heaps.mine());
   std::uint32_t row = kNoRow;
   if (there) {
     const std::uint32_t expert = entry.y & 0xffff, k = entry.y >> 16;
@@ -673,7 +377,7 @@ __device__ __forceinline__ void place_token(const ExchangeSite& site, const Hand
     if (row >= __ldcg(handle.limit + expert)) row = kNoRow;
     if (first_part) {
       const std::uint32_t packed = __ldcg(handle.packed_base + at) + entry.x;
-      if (call.fresh) {
+      if (call.new_layout) {
         const std::uint32_t i = __ldcg(handle.list_base + at) + entry.x;
         *reinterpret_cast<uint4*>(handle.arrivals + list + i) =
             uint4{row, packed, SlotEntry::pack(token, k), entry.z};
@@ -740,10 +444,10 @@ __device__ __forceinline__ bool wait_a_little(Ready&& ready) {
 __device__ __forceinline__ bool await_part(const ExchangeSite& site, const Sending& sending,
                                            int source, std::uint32_t token) {
   const std::uint64_t* const flag =
-      site.heap.come(site.heaps.mine(), sending.number, source, token);
+      site.heap.part_arrived(sending.number, source, token).in(site.heaps.mine());
   const std::uint64_t raised = protocol::numbered(sending.number, sending.layout);
-  const bool came = wait_a_little([&] { return protocol::load_acquire(flag) == raised; });
-  return __all_sync(~0u, came) != 0;
+  const bool arrived = wait_a_little([&] { return protocol::load_acquire(flag) == raised; });
+  return __all_sync(~0u, arrived) != 0;
 }
 
 // Places the share of block `index` of `blocks`, without the first `done` units of each warp.
@@ -787,24 +491,24 @@ __device__ __forceinline__ bool plan_early(const ExchangeSite& site, const Handl
                                            const DispatchReceive& call, const Sending& sending) {
   const int ranks = site.heaps.size();
   const auto thread = threadIdx.x;
-  bool came = true;
+  bool arrived = true;
   // These words name their dispatch and nothing else is read because of them: no acquire is needed.
   if (static_cast<int>(thread) < ranks) {
     const std::uint64_t* const head =
-        site.heap.head(site.heaps.mine(), sending.number, static_cast<int>(thread));
-    came = wait_a_little([&] {
+        site.heap.header(sending.number, static_cast<int>(thread)).in(site.heaps.mine());
+    arrived = wait_a_little([&] {
       const WordPair words = load_words(head);
       return words.first == protocol::numbered(sending.number, sending.layout) &&
              protocol::is_of(words.second, sending.number);
     });
   }
-  for (int r = 0; came && thread < call.own_experts && r < ranks; ++r) {
+  for (int r = 0; arrived && thread < call.own_experts && r < ranks; ++r) {
     const std::uint64_t* const count =
-        site.heap.counts(site.heaps.mine(), sending.number, r) + thread;
-    came = wait_a_little(
+        site.heap.counts(sending.number, r).in(site.heaps.mine()) + thread;
+    arrived = wait_a_little(
         [&] { return protocol::is_of(protocol::load_relaxed(count), sending.number); });
   }
-  if (__syncthreads_and(came) == 0) return false;
+  if (__syncthreads_and(arrived) == 0) return false;
   plan_rows(site, handle, call, sending.number);
   __syncthreads();
   if (thread == 0) protocol::store_release(&handle.plan->planned, sending.number);
@@ -815,16 +519,16 @@ __device__ __forceinline__ bool plan_early(const ExchangeSite& site, const Handl
 __device__ __forceinline__ void place_early(const ExchangeSite& site, const HandleSite& handle,
                                             const DispatchReceive& call, const Sending& sending,
                                             std::uint32_t blocks, std::uint32_t index) {
-  bool planned = !call.fresh;  // else an earlier dispatch made the plan
-  if (call.fresh && index == 0) {
+  bool planned = !call.new_layout;  // else an earlier dispatch made the plan
+  if (call.new_layout && index == 0) {
     planned = plan_early(site, handle, call, sending);
-  } else if (call.fresh) {
-    bool came = true;
+  } else if (call.new_layout) {
+    bool arrived = true;
     if (threadIdx.x == 0) {
-      came = wait_a_little(
+      arrived = wait_a_little(
           [&] { return protocol::load_acquire(&handle.plan->planned) == sending.number; });
     }
-    planned = __syncthreads_and(came) != 0;
+    planned = __syncthreads_and(arrived) != 0;
   }
   const std::uint32_t done =
       planned ? place_units<true>(site, handle, call, sending, blocks, index, 0) : 0;
@@ -838,7 +542,7 @@ __global__ void __launch_bounds__(kMoverThreads)
   invite_next_kernel();
   const Sending sending{site.words->dispatch, handle.plan->layout, 0};
   const std::uint32_t done =
-      call.placers == 0 ? 0 : site.placed[threadIdx.x / 32 * gridDim.x + blockIdx.x];
+      call.placing_blocks == 0 ? 0 : site.placed[threadIdx.x / 32 * gridDim.x + blockIdx.x];
   const BlockTrace trace(site, ExchangeStage::kPlaceRows, TraceKind::kPack, sending.number);
   if (!is_alive(site)) return;
   place_units<false>(site, handle, call, sending, gridDim.x, blockIdx.x, done);
@@ -858,8 +562,8 @@ __global__ void __launch_bounds__(kMoverThreads, 2)
   invite_next_kernel();
   const Units units = units_to_send<kWire>(site, call);
   const std::uint64_t number = site.words->dispatch + 1;
-  const Sending sending{number, call.fresh ? number : handle.plan->layout, units.parts};
-  const std::uint32_t others = gridDim.x - call.placers;
+  const Sending sending{number, call.new_layout ? number : handle.plan->layout, units.parts};
+  const std::uint32_t others = gridDim.x - call.placing_blocks;
   const BlockTrace trace(site, ExchangeStage::kSendTokens,
                          blockIdx.x >= others         ? TraceKind::kPack
                          : blockIdx.x >= call.sorters ? TraceKind::kSend
@@ -869,9 +573,9 @@ __global__ void __launch_bounds__(kMoverThreads, 2)
   const int me = site.heaps.rank;
   if (!kPlaces || blockIdx.x < others) {
     if (blockIdx.x == 0 && static_cast<int>(threadIdx.x) < site.heaps.size()) {
-      store_words(
-          site.heap.head(site.heaps.base[threadIdx.x], number, me),
-          {protocol::numbered(number, sending.layout), protocol::numbered(number, call.count)});
+      Peer(site.heaps, static_cast<int>(threadIdx.x))
+          .put_words(site.heap.header(number, me), {protocol::numbered(number, sending.layout),
+                                                    protocol::numbered(number, call.count)});
     }
     std::uint32_t tokens_sent = 0, entries_sent = 0;
     if (blockIdx.x < call.sorters && !sort_slots(site, handle, call, sending, entries_sent)) return;
@@ -881,8 +585,9 @@ __global__ void __launch_bounds__(kMoverThreads, 2)
     add_counts(site, tokens_sent, entries_sent);
     const bool last = ends_last(site.words->ended_blocks, others, [&] {
       for (int r = 0; r < site.heaps.size(); ++r) {
-        protocol::store_relaxed(site.heap.arrived(site.heaps.base[r], number, me),
-                                protocol::numbered(number, sending.layout));
+        Peer(site.heaps, r)
+            .signal_relaxed(site.heap.arrived(number, me),
+                            protocol::numbered(number, sending.layout));
       }
       if (call.by_parts) return;
       for (std::uint32_t part = 0; part * kPartTokens < call.count; ++part) {
@@ -895,10 +600,10 @@ __global__ void __launch_bounds__(kMoverThreads, 2)
       return;
     }
   } else {
-    place_early(site, handle, receive, sending, call.placers, blockIdx.x - others);
+    place_early(site, handle, receive, sending, call.placing_blocks, blockIdx.x - others);
     trace.warp_ends();
   }
-  if (ends_last(site.words->ended_placers, gridDim.x) && threadIdx.x == 0) {
+  if (ends_last(site.words->ended_all_blocks, gridDim.x) && threadIdx.x == 0) {
     advance(site, handle, call, sending);
   }
 }
@@ -915,7 +620,7 @@ template <Wire kWire>
 cudaError_t launch_send(const ExchangeSite& site, const HandleSite& handle,
                         const DispatchSend& call, const DispatchReceive& receive, unsigned blocks,
                         cudaStream_t stream) {
-  if (call.placers != 0) {
+  if (call.placing_blocks != 0) {
     return launch_early(send_tokens<kWire, true>, blocks, kMoverThreads, stream, site, handle, call,
                         receive);
   }
@@ -927,12 +632,12 @@ cudaError_t launch_send(const ExchangeSite& site, const HandleSite& handle,
 
 cudaError_t launch_dispatch_send(const ExchangeSite& site, const HandleSite& handle,
                                  DispatchSend call, const DispatchReceive* receive, Wire wire,
-                                 const MoverBlocks& blocks, unsigned* placers,
+                                 const MoverBlocks& blocks, unsigned* placing_blocks,
                                  cudaStream_t stream) {
   const std::uint32_t steps = wire == Wire::kCopy ? CopySteps::count(call.wire_bytes)
                                                   : protocol::ceil_div(site.hidden, kQuantStep);
   call.sorters = 0;
-  if (call.fresh) {
+  if (call.new_layout) {
     const unsigned most = std::clamp(blocks.most / 4, 1u, kMostSorters);
     call.sorters = std::clamp(protocol::ceil_div(call.count, kSorterTokens), 1u, most);
     call.slots.tokens_of_sorter = protocol::ceil_div(call.count, call.sorters);
@@ -942,20 +647,20 @@ cudaError_t launch_dispatch_send(const ExchangeSite& site, const HandleSite& han
                         : blocks.most > call.sorters ? blocks.most - call.sorters
                                                      : 0;
   call.by_parts = call.count > kLeastByParts;
-  call.placers = 0;
+  call.placing_blocks = 0;
   unsigned most_senders = std::max(room, 1u);
   if (receive != nullptr && room >= 4) {
     // The links need few blocks. With fewer blocks, tokens arrive one after another rather than all
     // at the end. But a fence in many SMs at a time costs less than in few.
     const bool few = call.count < 16 * room;
     most_senders = few ? room / 4 : room / 2;
-    call.placers = room - most_senders;
+    call.placing_blocks = room - most_senders;
   }
   const unsigned senders = blocks_for(std::uint64_t{call.count} * steps, most_senders);
   call.first_sender = room == 0 ? 0 : call.sorters;
   const unsigned count =
-      call.placers + (room == 0 ? std::max(call.sorters, 1u) : call.sorters + senders);
-  *placers = call.placers;
+      call.placing_blocks + (room == 0 ? std::max(call.sorters, 1u) : call.sorters + senders);
+  *placing_blocks = call.placing_blocks;
   const DispatchReceive nothing{};
   const DispatchReceive& to = receive == nullptr ? nothing : *receive;
   switch (wire) {
@@ -1007,7 +712,7 @@ cudaError_t launch_place_rows(const ExchangeSite& site, const HandleSite& handle
   const std::uint64_t steps =
       static_cast<std::uint64_t>(call.capacity) * CopySteps::count(call.wire_bytes);
   // One block finishes the share of each placing block of the send.
-  const unsigned count = call.placers != 0 ? call.placers : blocks_for(steps, blocks);
+  const unsigned count = call.placing_blocks != 0 ? call.placing_blocks : blocks_for(steps, blocks);
   return launch_early(place_rows, count, kMoverThreads, stream, site, handle, call);
 }
 

@@ -22,11 +22,13 @@ struct MoverBlocks {
 };
 // Sends tokens, and chooses how the blocks share the work. If `receive` is not null, that receive
 // follows at once, so blocks may place rows already. Such a rank must have its device to itself,
-// and have kMostEarlyExperts or fewer. Returns in `placers` how many place, at most blocks.most.
+// and have kMostEarlyExperts or fewer. Returns in `placing_blocks` how many place, at most
+// blocks.most.
 inline constexpr std::uint32_t kMostEarlyExperts = 512;
 cudaError_t launch_dispatch_send(const ExchangeSite& site, const HandleSite& handle,
                                  DispatchSend call, const DispatchReceive* receive, Wire wire,
-                                 const MoverBlocks& blocks, unsigned* placers, cudaStream_t stream);
+                                 const MoverBlocks& blocks, unsigned* placing_blocks,
+                                 cudaStream_t stream);
 // Waits for all tokens, and plans where they go.
 cudaError_t launch_await_dispatch(const ExchangeSite& site, const HandleSite& handle,
                                   const DispatchReceive& call, cudaStream_t stream);

@@ -36,16 +36,16 @@ inline constexpr std::uint32_t kNoRow = 0xffff'ffffu;
 // read the numbers when they begin, and its last block advances them when all have ended; those
 // that place rows end later than those that send, so there are two counts of blocks.
 struct ExchangeWords {
-  std::uint64_t calls;            // dispatches and combines that were sent
-  std::uint64_t dispatch;         // the number of the last dispatch that was sent
-  std::uint64_t dispatch_of_all;  // its number among all calls
-  std::uint64_t combine;          // the number of the last combine that was sent
-  std::uint64_t combine_of_all;   // its number among all calls
-  std::uint32_t ended_blocks;     // sending blocks of the send that runs
-  std::uint32_t ended_placers;    // all of its blocks, if some place rows
-  std::uint32_t counting[2];      // counts of the send that runs
+  std::uint64_t calls;             // dispatches and combines that were sent
+  std::uint64_t dispatch;          // the number of the last dispatch that was sent
+  std::uint64_t dispatch_of_all;   // its number among all calls
+  std::uint64_t combine;           // the number of the last combine that was sent
+  std::uint64_t combine_of_all;    // its number among all calls
+  std::uint32_t ended_blocks;      // sending blocks of the send that runs
+  std::uint32_t ended_all_blocks;  // all of its blocks, if some place rows
+  std::uint32_t counting[2];       // counts of the send that runs
   // Statistics of the last calls.
-  std::uint32_t tokens, tokens_sent, entries_sent, fresh;
+  std::uint32_t tokens, tokens_sent, entries_sent, new_layout;
   std::uint32_t rows_received, rows_returned;
 };
 
@@ -64,7 +64,7 @@ struct PlanWords {
 // Failures, in memory that the host and the kernels share. Kernels write these words, the host
 // clears them.
 struct ExchangeFailures {
-  std::uint64_t twice;       // kFound | token << 32 | id: an id that a token names twice
+  std::uint64_t duplicate;   // kFound | token << 32 | id: an id that a token names duplicate
   std::uint64_t unknown;     // kFound | token << 32 | id: one that no expert has
   std::uint64_t padded;      // kFound | expert << 32 | rows: more than its room
   std::uint64_t capacity;    // kFound | rows: that the output has no room for
@@ -115,10 +115,10 @@ struct ExchangeSite {
   std::uint32_t slots;        // the most rows of one token
   std::uint32_t most_tokens;  // the most tokens of one source
   // Words of the send that runs.
-  std::uint32_t* came;      // [parts of most_tokens]: units done of each; zeros between sends
-  std::uint32_t* totals;    // [kMostSorters][places]: slots of each sorting block
-  std::uint64_t* totalled;  // [kMostSorters]: the dispatch that the totals belong to
-  std::uint32_t* placed;    // [warps]: units that a warp placed before the receive began
+  std::uint32_t* units_done;  // [parts of most_tokens]: units done of each; zeros between sends
+  std::uint32_t* totals;      // [kMostSorters][places]: slots of each sorting block
+  std::uint64_t* totalled;    // [kMostSorters]: the dispatch that the totals belong to
+  std::uint32_t* placed;      // [warps]: units that a warp placed before the receive began
   ExchangeRecords trace;
 };
 inline constexpr std::uint32_t kMostSorters = 64;
@@ -167,11 +167,11 @@ struct DispatchSend {
   std::uint32_t wire_bytes;  // of a travelling token's elements, a multiple of 16
   std::uint32_t groups;      // scales of a token
   std::uint32_t num_places;
-  bool fresh;
+  bool new_layout;
   SlotsCall slots;
   // How blocks share the work out. The first sort slots, those from first_sender on send tokens,
   // and the last place rows. If first_sender is 0, sorters send, too, when they are done.
-  std::uint32_t sorters, first_sender, placers;
+  std::uint32_t sorters, first_sender, placing_blocks;
   bool by_parts;  // raise each part's flag when it is sent, not all flags at the end
 };
 
@@ -189,8 +189,8 @@ struct DispatchReceive {
   std::uint32_t wire_bytes, groups;
   RowLayout layout;
   std::uint32_t own_experts;
-  bool fresh;
-  std::uint32_t placers;  // blocks of the send that placed rows already
+  bool new_layout;
+  std::uint32_t placing_blocks;  // blocks of the send that placed rows already
 };
 
 struct CombineSend {

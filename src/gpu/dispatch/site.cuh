@@ -6,6 +6,7 @@
 
 #include "gpu/dispatch/params.h"
 #include "gpu/pipeline/pace.cuh"
+#include "gpu/pipeline/peer.cuh"
 #include "gpu/ptx/memory.cuh"
 #include "protocol/wait.h"
 
@@ -74,7 +75,7 @@ class BlockTrace {
 
 // Writes a word that the host reads while kernels run.
 template <typename T>
-__device__ __forceinline__ void tell(T& word, T value) {
+__device__ __forceinline__ void record_failure(T& word, T value) {
   *static_cast<volatile T*>(&word) = value;
 }
 
@@ -85,7 +86,7 @@ __device__ __forceinline__ bool is_alive(const ExchangeSite& site) {
   const bool dead =
       threadIdx.x == 0 && protocol::load_relaxed(&site.heaps.control(site.heaps.rank)->abort) != 0;
   if (__syncthreads_or(dead) == 0) return true;
-  if (threadIdx.x == 0) tell(site.failures->given_up, std::uint32_t{1});
+  if (threadIdx.x == 0) record_failure(site.failures->given_up, std::uint32_t{1});
   return false;
 }
 
@@ -112,11 +113,11 @@ __device__ __forceinline__ bool await_all(const ExchangeSite& site, protocol::Ph
                              protocol::flag_of(number), seen >> 32};
   };
   WarpPace pace;
-  const bool came = protocol::wait_until(site.heaps, of_all, site.deadline_ns, pace, ready,
-                                         missing) == protocol::WaitResult::kReady;
+  const bool arrived = protocol::wait_until(site.heaps, of_all, site.deadline_ns, pace, ready,
+                                            missing) == protocol::WaitResult::kReady;
   __syncwarp();
-  if (!came && lane == 0) tell(site.failures->given_up, std::uint32_t{1});
-  return came;
+  if (!arrived && lane == 0) record_failure(site.failures->given_up, std::uint32_t{1});
+  return arrived;
 }
 
 // Shares rows of several steps out over the warps of a grid. A row has as many parts as there are
@@ -191,6 +192,16 @@ __device__ __forceinline__ void store_step(std::byte* row, const Vectors& v, std
     if (at < bytes) store_vector(row + at, v[i]);
   }
 }
+// The same into a row of another rank.
+__device__ __forceinline__ void put_step(const Peer& peer, protocol::Region<std::byte> row,
+                                         const Vectors& v, std::uint32_t step,
+                                         std::uint32_t bytes) {
+#pragma unroll
+  for (std::uint32_t i = 0; i < CopySteps::kAtOnce; ++i) {
+    const std::uint32_t at = CopySteps::at(step, i);
+    if (at < bytes) peer.put_vector(row + at, v[i]);
+  }
+}
 
 // Each source's first arrival. Arrivals are numbered through all ranks' lists.
 struct Sources {
@@ -238,10 +249,10 @@ __device__ __forceinline__ std::uint32_t take_count(const ExchangeSite& site, in
 // heaps, comes before what that block writes afterwards with release order at system scope. The
 // fence is of system scope because the writes were to other GPUs. One thread's fence is enough: it
 // has passed the block's barrier after all of its threads' writes, and fences are cumulative. One
-// thread of the last block calls tell_all() first, whose writes may have relaxed order.
-template <typename Tell>
+// thread of the last block calls signal_all() first, whose writes may have relaxed order.
+template <typename Signal>
 __device__ __forceinline__ bool ends_last(std::uint32_t& ended, std::uint32_t blocks,
-                                          Tell&& tell_all) {
+                                          Signal&& signal_all) {
   __syncthreads();
   bool last = false;
   if (threadIdx.x == 0) {
@@ -249,7 +260,7 @@ __device__ __forceinline__ bool ends_last(std::uint32_t& ended, std::uint32_t bl
     last = atomicAdd(&ended, 1u) == blocks - 1;
     fence_system();
     if (last) {
-      tell_all();
+      signal_all();
       ended = 0;
     }
   }

@@ -12,7 +12,7 @@ template <typename P>
 __device__ __forceinline__ void fetch_entries(const Exchange<P>& exchange,
                                               const Epilogue<P>& epilogue, const TileTask& task,
                                               std::uint32_t group) {
-  for (std::uint32_t row = fresh_thread_index<kWarpgroup>(); row < task.rows; row += kWarpgroup) {
+  for (std::uint32_t row = reread_thread_index<kWarpgroup>(); row < task.rows; row += kWarpgroup) {
     std::uint32_t& to = epilogue.entry(group, row);
     if (task.list == nullptr) {
       to = SlotEntry::pack(task.first_row + row, exchange.shape.top_k);
@@ -37,14 +37,14 @@ __device__ __forceinline__ void place_cells(const Exchange<P>& exchange,
                                             std::uint32_t group) {
   const ExchangeParams& layer = exchange.layer;
   const auto cells = static_cast<std::uint32_t>(exchange.shape.cells_per_token);
-  for (std::uint32_t row = fresh_thread_index<kWarpgroup>(); row < task.rows; row += kWarpgroup) {
+  for (std::uint32_t row = reread_thread_index<kWarpgroup>(); row < task.rows; row += kWarpgroup) {
     std::uint32_t entry = epilogue.entry(group, row);
     std::uint16_t* base = layer.cells;
     if (exchange.distributed() && task.shared == 0) {
       entry = SlotEntry::sent(entry, exchange.shape);
       const SourceRow source = find_source(exchange, task.expert, task.first_row + row);
-      const Peer peer{exchange.life.layer.heaps.base[exchange.life.rank_at(source.distance)]};
-      base = reinterpret_cast<std::uint16_t*>(layer.heap.cells(peer.base));
+      const Peer peer(exchange.life.layer.heaps, exchange.life.rank_at(source.distance));
+      base = peer.mapped(layer.heap.cells().template as<std::uint16_t>());
     }
     const std::uint32_t cell =
         (SlotEntry::cell(entry, cells) << exchange.progress.work.log2_splits) + task.split;
@@ -60,12 +60,12 @@ __device__ __forceinline__ void fetch_weights(const Exchange<P>& exchange,
                                               const TileTask& task, std::uint32_t group) {
   const ExchangeParams& layer = exchange.layer;
   const auto cells = static_cast<std::uint32_t>(exchange.shape.cells_per_token);
-  for (std::uint32_t row = fresh_thread_index<kWarpgroup>(); row < task.rows; row += kWarpgroup) {
+  for (std::uint32_t row = reread_thread_index<kWarpgroup>(); row < task.rows; row += kWarpgroup) {
     std::uint32_t& word = epilogue.entry(group, row);
     const float* from = weights + SlotEntry::cell(word, cells);
     if (const SourceRow source = find_source(exchange, task.expert, task.first_row + row);
         exchange.distributed() && source.distance != 0) {
-      from = layer.heap.weights(layer.mine, task.expert, source.distance) + source.position;
+      from = layer.heap.weights(task.expert, source.distance).in(layer.mine) + source.position;
     }
     word = __float_as_uint(kOwnStart<P> ? *from : __ldcg(from));
   }

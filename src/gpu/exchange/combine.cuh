@@ -127,7 +127,7 @@ template <typename P>
 __device__ __forceinline__ void combine_task(const Combine<P>& combine, std::uint32_t chunk,
                                              std::uint32_t index) {
   const Exchange<P>& exchange = combine.exchange;
-  const std::uint32_t thread = fresh_thread_index<kThreads>();
+  const std::uint32_t thread = reread_thread_index<kThreads>();
   const std::uint32_t warp = thread / 32 - kWarpgroup / 32, lane = thread % 32;
   const std::uint32_t log2_chunk = exchange.progress.work.log2_combine_chunk;
   // Each token has one warp or, where there are few tokens, several.
@@ -163,7 +163,7 @@ __device__ __forceinline__ void combine_task(const Combine<P>& combine, std::uin
               static_cast<std::uint32_t>(exchange.table.partition.local_experts);
       // (Tables are those of the second round, if there are two. Then this rank has flags, too.)
       if (elsewhere || exchange.table.round() != 0) {
-        finished = exchange.layer.heap.finished(exchange.layer.mine, id);
+        finished = exchange.layer.heap.finished(id).in(exchange.layer.mine);
       } else {
         tile = exchange.table.block.tile_begin[id] + position / exchange.table.tiles_of(id).height;
       }

@@ -19,8 +19,8 @@ __device__ __forceinline__ void publish_counts(const Exchange<P>& exchange) {
                          flag | (e + 1 < num_experts ? __ldcg(rows + e + 1) : 0)};
 #pragma unroll 1
     for (std::uint32_t i = 0; i < static_cast<std::uint32_t>(heaps.size()); ++i) {
-      const Peer peer{heaps.base[exchange.life.rank_at(i)]};
-      peer.word(layer.heap.counts(peer.base, exchange.life.epoch(), heaps.rank) + e, words);
+      Peer(heaps, exchange.life.rank_at(i))
+          .put_words(layer.heap.counts(exchange.life.epoch(), heaps.rank) + e, words);
     }
   }
 }
@@ -49,10 +49,11 @@ __device__ __forceinline__ std::uint32_t choose_sources(const Exchange<P>& excha
           const int source = exchange.life.rank_at(distance);
           // The first word stands for all: they are stored at the same time.
           const WordPair words =
-              load_words(layer.heap.counts(layer.mine, exchange.life.epoch(), source));
-          const std::uint32_t told = protocol::load_relaxed(layer.heap.ahead(layer.mine, source));
+              load_words(layer.heap.counts(exchange.life.epoch(), source).in(layer.mine));
+          const std::uint32_t seen =
+              protocol::load_relaxed(layer.heap.ahead(source).in(layer.mine));
           here |= (words.first >> 32 == flag ? 1u : 0u) << source;
-          ahead |= (told == flag ? 1u : 0u) << source;
+          ahead |= (seen == flag ? 1u : 0u) << source;
         }
         if (chosen != 0) return true;
         const bool patient = device_now_ns() - start < patience_ns;
@@ -68,8 +69,8 @@ __device__ __forceinline__ std::uint32_t choose_sources(const Exchange<P>& excha
         for (std::uint32_t distance = 1; distance < size; ++distance) {
           const int peer = exchange.life.rank_at(distance);
           if ((here >> peer & 1) != 0) continue;
-          protocol::store_relaxed(layer.heap.ahead(exchange.life.layer.heaps.base[peer], rank),
-                                  exchange.life.flag());
+          Peer(exchange.life.layer.heaps, peer)
+              .signal_relaxed(layer.heap.ahead(rank), exchange.life.flag());
         }
         return true;
       },
@@ -99,7 +100,7 @@ __device__ __forceinline__ bool await_words_of_counts(const Exchange<P>& exchang
       for (int source = size; source-- > 0;) {
         if (P::kRounds && (sources >> source & 1) == 0) continue;
         const WordPair words =
-            load_words(layer.heap.counts(layer.mine, exchange.life.epoch(), source) + e);
+            load_words(layer.heap.counts(exchange.life.epoch(), source).in(layer.mine) + e);
         const std::uint64_t flag = exchange.life.flag();
         if (words.first >> 32 == flag && words.second >> 32 == flag) continue;
         missing = source;
@@ -154,7 +155,7 @@ __device__ __forceinline__ void read_counts(const Exchange<P>& exchange, std::ui
     for (std::uint32_t distance = 0; distance < size; ++distance) {
       const int source = exchange.life.rank_at(distance);
       WordPair words =
-          load_words(layer.heap.counts(layer.mine, exchange.life.epoch(), source) + e0);
+          load_words(layer.heap.counts(exchange.life.epoch(), source).in(layer.mine) + e0);
       if (P::kRounds && (sources >> source & 1) == 0) words = {0, 0};
 #pragma unroll
       for (int i = 0; i < 2; ++i) {

@@ -6,7 +6,7 @@
 #pragma once
 
 #include "gpu/exchange/params.h"
-#include "gpu/exchange/peer.cuh"
+#include "gpu/pipeline/peer.cuh"
 #include "gpu/pipeline/trace.cuh"
 #include "gpu/route/lists.cuh"
 #include "gpu/schedule/progress.cuh"

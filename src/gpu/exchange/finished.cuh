@@ -14,8 +14,8 @@ __device__ __forceinline__ bool raise_finished(const Exchange<P>& exchange) {
   const protocol::Heaps& heaps = exchange.life.layer.heaps;
   const auto size = static_cast<std::uint32_t>(heaps.size());
   // In passes with two rounds this rank gets flags, too: see combine_task().
-  const bool tells_itself = exchange.table.round() != 0 || !exchange.table.last_round();
-  const std::uint32_t nearest = tells_itself ? 0 : 1, sources = size - nearest;
+  const bool signals_itself = exchange.table.round() != 0 || !exchange.table.last_round();
+  const std::uint32_t nearest = signals_itself ? 0 : 1, sources = size - nearest;
   const std::uint32_t pairs = exchange.table.local_experts() * sources;
   std::uint32_t returned = 0, flags = 0;
   const auto stamp = [&](TraceStamp which) {
@@ -28,10 +28,11 @@ __device__ __forceinline__ bool raise_finished(const Exchange<P>& exchange) {
     // Look up the tiles of the source's rows now, so that the flag can be raised at once when the
     // last of them is finished.
     std::uint32_t tile = 0, tiles = 0;  // the next to be finished, and how many are not yet
-    std::uint32_t* flag = nullptr;
+    std::uint32_t of_all = 0, distance = 0;
     if (pair < pairs) {
-      const std::uint32_t expert = pair / sources, distance = nearest + pair % sources;
-      const std::uint32_t of_all = exchange.table.first_expert() + expert;
+      const std::uint32_t expert = pair / sources;
+      distance = nearest + pair % sources;
+      of_all = exchange.table.first_expert() + expert;
       const std::uint32_t* const begins = exchange.ranks.source_begin + expert * size + distance;
       const protocol::TokenTiles cut = exchange.table.tiles_of(of_all);
       const std::uint32_t begin = begins[0], end = distance + 1 < size ? begins[1] : cut.rows;
@@ -39,7 +40,6 @@ __device__ __forceinline__ bool raise_finished(const Exchange<P>& exchange) {
         const std::uint32_t first = begin / cut.height;
         tile = exchange.table.block.tile_begin[of_all] + first;
         tiles = (end - 1) / cut.height - first + 1;
-        flag = layer.heap.finished(heaps.base[exchange.life.rank_at(distance)], of_all);
         if (distance != 0) {
           returned += end - begin;
           ++flags;
@@ -59,7 +59,8 @@ __device__ __forceinline__ bool raise_finished(const Exchange<P>& exchange) {
       ++tile;
       if (--tiles != 0) continue;
       fence_system();
-      Peer{}.signal_fenced(flag, exchange.life.flag());
+      Peer(heaps, exchange.life.rank_at(distance))
+          .signal_relaxed(layer.heap.finished(of_all), exchange.life.flag());
     }
   }
   returned = __reduce_add_sync(~0u, returned);

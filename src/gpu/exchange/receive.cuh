@@ -43,7 +43,7 @@ __device__ __forceinline__ const std::uint32_t* entry_of(const Exchange<P>& exch
   const ExchangeParams& layer = exchange.layer;
   return (row.distance == 0 ? shared_list(exchange.lists, exchange.shape,
                                           exchange.table.partition.first_expert + expert)
-                            : layer.heap.entries(layer.mine, expert, row.distance)) +
+                            : layer.heap.entries(expert, row.distance).in(layer.mine)) +
          row.position;
 }
 
@@ -52,8 +52,9 @@ template <typename P>
 __device__ __forceinline__ bool has_arrived(const Exchange<P>& exchange, std::uint32_t expert,
                                             std::uint32_t distance) {
   const ExchangeParams& layer = exchange.layer;
-  return distance == 0 || protocol::load_acquire(layer.heap.arrived(
-                              layer.mine, expert, distance)) == exchange.life.flag();
+  return distance == 0 ||
+         protocol::load_acquire(layer.heap.arrived(expert, distance).in(layer.mine)) ==
+             exchange.life.flag();
 }
 
 }  // namespace switchyard::gpu

@@ -85,7 +85,7 @@ __device__ __forceinline__ void send_slots(const Exchange<P>& exchange, std::uin
     const std::uint32_t distance = __shfl_sync(~0u, my_distance, i);
     const std::int32_t expert = __shfl_sync(~0u, my_expert, i);
     const int owner = exchange.life.rank_at(distance);
-    const Peer peer{heaps.base[owner]};
+    const Peer peer(heaps, owner);
     // This rank's distance from the owner, which is the rest of the circle.
     const std::uint32_t back = size - distance;
     const std::int32_t id = expert_of(token, owner);
@@ -96,22 +96,21 @@ __device__ __forceinline__ void send_slots(const Exchange<P>& exchange, std::uin
           static_cast<std::uint32_t>(id - exchange.table.partition.rank_begin[owner]);
       const std::uint32_t position =
           __ldcg(exchange.lists.positions + static_cast<std::size_t>(token) * top_k + lane);
-      peer.put(layer.heap.entries(peer.base, of_owner, back) + position,
-               SlotEntry::pack(token, lane));
+      peer.put(layer.heap.entries(of_owner, back) + position, SlotEntry::pack(token, lane));
       if (exchange.activation.weight_on_input) {
-        peer.put(layer.heap.weights(peer.base, of_owner, back) + position,
+        peer.put(layer.heap.weights(of_owner, back) + position,
                  __ldcg(exchange.lists.weights +
                         static_cast<std::size_t>(token) * exchange.shape.cells_per_token + lane));
       }
     }
-    std::byte* const to = layer.heap.pool(peer.base, back, token);
+    const protocol::Region<std::byte> to = layer.heap.pool(back, token);
     peer.put_row<P::kCopyVectors>(
         to, exchange.tokens.rows + token * exchange.tokens.row_bytes,
         static_cast<std::uint32_t>(exchange.shape.hidden * P::kNumerics.token_bytes()), part);
     if constexpr (kScaled<P>) {
       const float* const scales =
           exchange.tokens.row_scales + token * exchange.tokens.row_scale_stride;
-      auto* const to_scales = reinterpret_cast<float*>(to + layer.heap.scale_offset());
+      const auto to_scales = to.template as<float>(layer.heap.scale_offset());
       for (std::uint32_t group = lane; part.index == 0 && group < exchange.x_groups; group += 32) {
         peer.put(to_scales + group, __ldcg(scales + group));
       }
@@ -147,8 +146,8 @@ __device__ __forceinline__ void send_slots(const Exchange<P>& exchange, std::uin
     if (units != RowPart::kUnits * __ldcg(exchange.life.state.words.expert_rows() + id)) continue;
     const auto of_owner =
         static_cast<std::uint32_t>(id - exchange.table.partition.rank_begin[owner]);
-    const Peer peer{heaps.base[owner]};
-    peer.signal(layer.heap.arrived(peer.base, of_owner, size - distance), exchange.life.flag());
+    const Peer peer(heaps, owner);
+    peer.signal(layer.heap.arrived(of_owner, size - distance), exchange.life.flag());
     atomicAdd(exchange.life.state.words.counters() + kRaisedFlags, 1u);
   }
 }

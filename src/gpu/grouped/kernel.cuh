@@ -15,7 +15,7 @@
 #include "gpu/grouped/choose.cuh"
 #include "gpu/grouped/finish.cuh"
 #include "gpu/grouped/gather.cuh"
-#include "gpu/ptx/cluster.cuh"
+#include "gpu/tile/cut_task.cuh"
 #include "gpu/tile/load.cuh"
 #include "gpu/tile/policies.h"
 
@@ -68,44 +68,26 @@ class GroupedTasks {
   // Returns false when there are no more tasks.
   __device__ __forceinline__ bool next(TileTask& task) {
     const auto num_experts = static_cast<std::uint32_t>(params_.num_experts);
-    const std::uint32_t log2_splits = cut_.log2_splits;
-    const std::uint32_t parts = 1u << log2_splits;
     const std::uint32_t blocks = (params_.row_blocks + paired_) >> paired_;
-    const std::uint32_t of_tile = blocks << log2_splits;  // tasks
+    const std::uint32_t of_tile = blocks << cut_.log2_splits;  // tasks
     if (next_ >= rows_.tile_begin[num_experts] * of_tile) return false;
-    const std::uint32_t expert = find_expert(rows_.tile_begin, num_experts, next_ / of_tile);
-    const std::uint32_t rows = rows_.packed_begin[expert + 1] - rows_.packed_begin[expert];
-    const protocol::TokenTiles tiles(rows, cut_.tile);
-    std::uint32_t place = next_ - rows_.tile_begin[expert] * of_tile;
-    const std::uint32_t first_of_band = place / of_tile / cut_.band * cut_.band;
-    const std::uint32_t band = min(cut_.band, tiles.count - first_of_band);
-    place -= first_of_band * of_tile;
-    std::uint32_t of_expert = first_of_band + place % band;
-    place /= band;
-    const std::uint32_t share = paired_ == 0 ? 0 : rank_in_pair();
     task = {};
     task.kind = kFirst ? TaskKind::kGemm1 : TaskKind::kGemm2;
-    task.expert = expert;
-    task.split = place & (parts - 1);
-    task.block = (place >> log2_splits << paired_) + share;
-    if constexpr (kPairsTiles<C>) {
-      // As in the layer kernel (schedule/scheduler.cuh): two tall tiles and half of the rows for
-      // each task, in place of one tile and all rows.
-      const protocol::TilePair pair(tiles, of_expert, of_expert - first_of_band, band,
-                                    kInstructionRows + 1);
-      if (paired_ != 0 && pair.two) {
-        task.two_tiles = 1;
-        task.block += of_expert - pair.first - share;
-        of_expert = pair.first + share;
-      }
-    }
-    task.tile = rows_.tile_begin[expert] + of_expert;
-    task.first_row = tiles.begin(of_expert);
-    task.rows = tiles.end(of_expert) - task.first_row;
-    task.units = protocol::ceil_div(task.rows, kUnitRows);
-    task.first_k_block = params_.k_blocks * task.split >> log2_splits;
-    task.k_blocks = (params_.k_blocks * (task.split + 1) >> log2_splits) - task.first_k_block;
-    task.one_tile = tiles.count == 1 ? 1 : 0;
+    task.expert = find_expert(rows_.tile_begin, num_experts, next_ / of_tile);
+    TileCut cut;
+    cut.tiles = protocol::TokenTiles(
+        rows_.packed_begin[task.expert + 1] - rows_.packed_begin[task.expert], cut_.tile);
+    cut.first_tile = rows_.tile_begin[task.expert];
+    const std::uint32_t place = next_ - cut.first_tile * of_tile;
+    const std::uint32_t first_of_band = place / of_tile / cut_.band * cut_.band;
+    cut.band = min(cut_.band, cut.tiles.count - first_of_band);
+    const std::uint32_t place_in_band = place - first_of_band * of_tile;
+    cut.of_band = place_in_band % cut.band;
+    cut.tile = first_of_band + cut.of_band;
+    cut.part = place_in_band / cut.band;
+    cut.k_blocks = params_.k_blocks;
+    cut.log2_splits = cut_.log2_splits;
+    cut_task<C>(task, cut, paired_, paired_ == 0 ? 0 : rank_in_pair());
     next_ += gridDim.x >> paired_;
     return true;
   }

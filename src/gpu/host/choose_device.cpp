@@ -8,7 +8,7 @@
 namespace switchyard::gpu {
 
 int choose_device(const LayerOptions& options) {
-  const int device = options.device >= 0 ? options.device : current_device();
+  const int device = options.cuda.device >= 0 ? options.cuda.device : current_device();
   const DeviceInfo info = device_info(device);
   if (!info.runs_our_kernels()) {
     throw Error(ErrorCode::kUnsupported,
@@ -16,11 +16,11 @@ int choose_device(const LayerOptions& options) {
                             "compiled for 9.0 (H100, H200)",
                             device, info.name, info.compute_major, info.compute_minor));
   }
-  if (options.reserved_sms >= info.num_sms) {
+  if (options.cuda.reserved_sms >= info.num_sms) {
     throw Error(ErrorCode::kInvalidArgument,
                 fmt::format("reserved_sms is {}, but device {} has {} SMs; leave at least 1 to the "
                             "layer",
-                            options.reserved_sms, device, info.num_sms));
+                            options.cuda.reserved_sms, device, info.num_sms));
   }
   return device;
 }

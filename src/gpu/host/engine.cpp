@@ -18,7 +18,6 @@
 #include "gpu/host/cuda_error.h"
 #include "gpu/host/device_scope.h"
 #include "gpu/host/few_tokens.h"
-#include "gpu/host/layer_choices.h"
 #include "gpu/host/mapped_memory.h"
 #include "gpu/host/pass_memory.h"
 #include "gpu/host/tensor_map.h"
@@ -55,7 +54,7 @@ KernelEntry choose_kernel(const World& world, const LayerSpec& spec, const MoeWe
   const DType compute = resolve_compute(weights, options.compute);
   // Weights that need fp32 are computed in bf16, unless the caller asked for fp32: that is refused.
   const bool rounds = compute == DType::kF32 && !options.compute;
-  return find_kernel(spec.activation, rounds ? DType::kBF16 : compute, options.trace);
+  return find_kernel(spec.activation, rounds ? DType::kBF16 : compute, options.diagnostics.trace);
 }
 
 class Engine final : public LayerEngine {
@@ -76,18 +75,17 @@ class Engine final : public LayerEngine {
   void rebind(const MoeWeights& weights, const ExpertPlacement* placement) override;
   const ForwardStats& stats() override;
   Recording recording() override;
-  bool records() const override { return options_.recorded_steps > 0; }
+  bool records() const override { return options_.diagnostics.recorded_steps > 0; }
   PassTrace trace() override;
   bool traces() const override { return trace_.has_value(); }
   const LayerSpec& spec() const override { return spec_; }
   Backend backend() const override { return Backend::kCuda; }
-  DType compute() const override { return policy().numerics.token; }
+  DType compute() const override { return policy().numerics.token.compute; }
   int num_threads() const override { return 0; }
   std::uint64_t workspace_bytes() const override {
     return memory_->private_bytes() + ring_.bytes() + block_rows_.bytes() +
            (trace_ ? trace_->bytes() : 0);
   }
-  std::shared_ptr<switchyard::PassMemory> memory() const override { return memory_; }
 
  private:
   const PolicyFacts& policy() const { return kernel_.policy; }
@@ -99,7 +97,6 @@ class Engine final : public LayerEngine {
   DeviceBuffer upload_places(const ExpertPlacement& placement) const;
   void choose_grid();
   TileOrder order_of(const Schedule& schedule) const;
-  const Schedule& schedule_for(std::int64_t tokens);
   std::optional<std::uint64_t> patience_for(std::int64_t tokens) const;
   void require_room();
   PassSizes pass_sizes() const;
@@ -144,7 +141,6 @@ class Engine final : public LayerEngine {
   // Placements by the step from which they hold, if a recording layer got new ones.
   std::vector<std::pair<std::uint64_t, ExpertPlacement>> placements_;
   std::optional<DeviceTrace> trace_;
-  std::optional<LayerChoices> choices_;  // of a table
   std::unique_ptr<MappedMemory<Failures>> failures_ = std::make_unique<MappedMemory<Failures>>();
   LayerParams params_{};
   ForwardStats stats_;
@@ -158,7 +154,7 @@ Engine::Engine(const World& world, const LayerSpec& spec, const MoeWeights& weig
       spec_(spec),
       weights_(weights),
       options_(options),
-      device_(options.device),
+      device_(options.cuda.device),
       kernel_(choose_kernel(world, spec, weights, options)),
       memory_(std::move(memory)) {
   if (world.size() > kMaxDeviceRanks) {
@@ -167,7 +163,8 @@ Engine::Engine(const World& world, const LayerSpec& spec, const MoeWeights& weig
   }
   if (spec.hidden % policy().alignment() != 0) {
     unsupported(fmt::format("hidden size {}; in {} the GPU engine needs a multiple of {}",
-                            spec.hidden, to_string(policy().numerics.token), policy().alignment()));
+                            spec.hidden, to_string(policy().numerics.token.compute),
+                            policy().alignment()));
   }
   const int cells = spec.top_k + (spec.shared_intermediate > 0 ? 1 : 0);
   if (cells > protocol::kMaxTopK) {
@@ -184,8 +181,8 @@ Engine::Engine(const World& world, const LayerSpec& spec, const MoeWeights& weig
   }
   routing::check_routable(spec);
   if (distributed())
-    agree(world.fabric(),
-          {spec, options.max_tokens, policy().numerics.token, summary_of(options.placement)});
+    agree(world.fabric(), {spec, options.max_tokens, policy().numerics.token.compute,
+                           summary_of(options.placement)});
   const protocol::ExpertPartition experts{num_places(), world.size()};
   params_.first_expert = experts.begin(world.rank());
   params_.local_experts = experts.count(world.rank());
@@ -214,10 +211,6 @@ Engine::Engine(const World& world, const LayerSpec& spec, const MoeWeights& weig
   describe_weights();
   attempt_together(world_.fabric(), [&] { choose_grid(); });
   if (distributed()) require_room();
-  attempt_together(world_.fabric(), [&] {
-    if (options_.table == nullptr) return;
-    choices_.emplace(*options_.table, spec_, policy().numerics.token, device_info(device_).num_sms);
-  });
   const PassSizes sizes = pass_sizes();
   params_.order = sizes.order;
   static_cast<LargeStorage&>(params_) = num_places() > kUsualExperts ? kernel_.many : kernel_.usual;
@@ -228,7 +221,7 @@ Engine::Engine(const World& world, const LayerSpec& spec, const MoeWeights& weig
   }
   attempt_together(world_.fabric(), [&] {
     memory_->require_room(layout_->needs(), device_);
-    if (options_.trace) trace_.emplace(grid_);
+    if (options_.diagnostics.trace) trace_.emplace(grid_);
     counts_ = DeviceBuffer((static_cast<std::size_t>(num_places()) + 1) * sizeof(std::uint32_t));
     SWITCHYARD_CUDA(cudaMemset(counts_.data(), 0, counts_.bytes()));
     SWITCHYARD_CUDA(cudaDeviceSynchronize());
@@ -239,8 +232,8 @@ Engine::Engine(const World& world, const LayerSpec& spec, const MoeWeights& weig
           DeviceBuffer(blocks * static_cast<std::size_t>(num_places()) * sizeof(std::uint32_t));
       params_.block_rows = reinterpret_cast<std::uint32_t*>(block_rows_.data());
     }
-    if (options_.recorded_steps > 0) {
-      params_.ring.slots = static_cast<std::uint32_t>(options_.recorded_steps);
+    if (options_.diagnostics.recorded_steps > 0) {
+      params_.ring.slots = static_cast<std::uint32_t>(options_.diagnostics.recorded_steps);
       params_.ring.experts = static_cast<std::uint32_t>(num_places());
       ring_ = DeviceBuffer(params_.ring.num_words() * sizeof(std::uint64_t));
       SWITCHYARD_CUDA(cudaMemset(ring_.data(), 0, ring_.bytes()));
@@ -333,16 +326,18 @@ void Engine::rebind(const MoeWeights& weights, const ExpertPlacement* placement)
   validate(spec_, weights, own_experts(num_places(), world_.rank(), world_.size()), num_places());
   const DType compute = resolve_compute(weights, options_.compute);
   const bool rounds = compute == DType::kF32 && !options_.compute;
-  require_same_weights(weights_, weights, policy().numerics.token, rounds ? DType::kBF16 : compute);
+  require_same_weights(weights_, weights, policy().numerics.token.compute,
+                       rounds ? DType::kBF16 : compute);
   const DeviceScope scope(device_);
-  Weights fresh = lay_out_weights(weights);
+  Weights laid_out = lay_out_weights(weights);
   weights_ = weights;
   if (placement != nullptr) {
-    if (options_.recorded_steps > 0) placements_.emplace_back(recorded_steps(), *placement);
+    if (options_.diagnostics.recorded_steps > 0)
+      placements_.emplace_back(recorded_steps(), *placement);
     place_of_ = upload_places(*placement);
     options_.placement = *placement;
   }
-  on_device_ = std::move(fresh);
+  on_device_ = std::move(laid_out);
   describe_weights();
 }
 
@@ -387,7 +382,7 @@ void Engine::choose_grid() {
                     "memory; use an H100 or H200",
                     device_, info.name, kernel_.shape.threads, kernel_.shape.shared_bytes));
   }
-  grid_ = static_cast<unsigned>(info.num_sms - options_.reserved_sms);
+  grid_ = static_cast<unsigned>(info.num_sms - options_.cuda.reserved_sms);
   // A cluster takes neighbouring multiprocessors, so fewer of them may fit.
   cudaLaunchAttribute attributes[kMaxAttributes]{};
   const cudaLaunchConfig_t config = launch_config(true, attributes, nullptr);
@@ -426,20 +421,6 @@ TileOrder Engine::order_of(const Schedule& schedule) const {
                     depth);
 }
 
-// Returns the table's choice for the pass. Where there is none, returns the options' schedule.
-const Schedule& Engine::schedule_for(std::int64_t tokens) {
-  if (!choices_) return options_.schedule;
-  Schedule small;
-  small.small_tokens = kMostSmallTokens;
-  const bool can_be_small = choose_launch(small, {tokens, num_places(), spec_.top_k, world_.size(),
-                                                  0, 0, false}) == Launch::kSmall;
-  // (The host assumes that other ranks have as many tokens as this one.)
-  const auto choice = choices_->choose(tokens, world_.size(), can_be_small);
-  const Schedule& chosen = choice ? choices_->schedules()[*choice] : options_.schedule;
-  params_.order = order_of(chosen);
-  return chosen;
-}
-
 // Returns nanoseconds; none where a pass waits for all ranks' counts.
 std::optional<std::uint64_t> Engine::patience_for(std::int64_t tokens) const {
   if (!distributed()) return {};
@@ -461,15 +442,7 @@ std::optional<std::uint64_t> Engine::patience_for(std::int64_t tokens) const {
 PassSizes Engine::pass_sizes() const {
   PassSizes sizes;
   sizes.policy = policy();
-  sizes.order = order_of(options_.schedule);
-  if (choices_) {
-    // Makes room for any of the table's orders, and for the rules'.
-    constexpr std::uint64_t kAnyTiles = std::uint64_t{1} << 40;
-    for (const Schedule& schedule : choices_->schedules()) {
-      const TileOrder order = order_of(schedule);
-      if (h_slots(order, kAnyTiles) > h_slots(sizes.order, kAnyTiles)) sizes.order = order;
-    }
-  }
+  sizes.order = order_of(options_.cuda.schedule);
   sizes.num_ranks = world_.size();
   sizes.num_places = num_places();
   sizes.own_places = params_.local_experts;
@@ -493,7 +466,7 @@ void Engine::describe_memory() {
 void Engine::forward(const ForwardInput& input, const ForwardOutput& output) {
   const HostRange range{"forward", nvtx3::payload{input.activations.rows}};
   check_call(spec_, weights_, options_.max_tokens, world_.rank(), input, output,
-             policy().numerics.token);
+             policy().numerics.token.compute);
   check();
   require_restored(*memory_);
   if (described_ != memory_->version()) describe_memory();
@@ -523,14 +496,15 @@ void Engine::forward(const ForwardInput& input, const ForwardOutput& output) {
   call.token_ids = input.token_ids.data();
   call.out_ids = output.topk_ids.empty() ? nullptr : output.topk_ids.data();
   call.out_weights = output.topk_weights.empty() ? nullptr : output.topk_weights.data();
-  if (trace_) call.trace = trace_->buffer(options_.slow_role);
+  if (trace_) call.trace = trace_->buffer(options_.diagnostics.slow_role);
   require_aligned("activations", call.x, call.x_stride, call.x_type, x.rows);
   require_aligned("outputs", call.y, call.y_stride, call.y_type, x.rows);
 
   const DeviceScope scope(device_);
-  const Launch launch = choose_launch(
-      schedule_for(x.rows), {x.rows, num_places(), spec_.top_k, world_.size(),
-                             policy().small_tokens, policy().small_logits, paired_grid_ >= kPair});
+  const Launch launch =
+      choose_launch(options_.cuda.schedule,
+                    {x.rows, num_places(), spec_.top_k, world_.size(), policy().small_tokens,
+                     policy().small_logits, paired_grid_ >= kPair});
   const bool small = launch == Launch::kSmall, pairs = launch == Launch::kPaired;
   call.paired = pairs ? 1 : 0;
   const bool overlaps = x.rows > 1 && x.row_stride < spec_.hidden;
@@ -571,7 +545,7 @@ cudaLaunchConfig_t Engine::launch_config(bool paired, cudaLaunchAttribute* attri
     attributes[count].id = cudaLaunchAttributeClusterDimension;
     attributes[count++].val.clusterDim = {kPair, 1, 1};
   }
-  if (options_.cooperative_launch) {
+  if (options_.cuda.cooperative_launch) {
     attributes[count].id = cudaLaunchAttributeCooperative;
     attributes[count++].val.cooperative = 1;
   }
@@ -588,7 +562,7 @@ cudaLaunchConfig_t Engine::launch_config(bool paired, cudaLaunchAttribute* attri
 std::string Engine::describe(const BadId& bad) const {
   const auto what = [&] {
     switch (bad.kind) {
-      case BadId::Kind::kTwice:
+      case BadId::Kind::kDuplicate:
         return fmt::format("token {} names expert {} twice; ids must be distinct within a token",
                            bad.token, bad.id);
       case BadId::Kind::kToken:

@@ -72,7 +72,7 @@ class Handle final : public ExchangeHandle::State {
  public:
   DeviceBuffer memory;
   HandleSite site{};
-  bool fresh = true;  // the last dispatch gave it its contents
+  bool new_layout = true;  // the last dispatch gave it its contents
 };
 
 class Engine final : public ExchangeEngine {
@@ -206,13 +206,13 @@ void Engine::prepare() {
   const auto parts = ceil_div<std::size_t>(static_cast<std::size_t>(spec().max_tokens),
                                            protocol::ExchangeHeap::kPartTokens);
   const auto places = static_cast<std::size_t>(problem_.places.num_experts);
-  const std::size_t came = cut.add<std::uint32_t>(parts),
+  const std::size_t units_done = cut.add<std::uint32_t>(parts),
                     totals = cut.add<std::uint32_t>(kMostSorters * places),
                     totalled = cut.add<std::uint64_t>(kMostSorters),
                     placed = cut.add<std::uint32_t>(std::size_t{blocks_} * kMoverWarps);
   workspace_ = DeviceBuffer(cut.bytes());
   SWITCHYARD_CUDA(cudaMemset(workspace_.data(), 0, workspace_.bytes()));
-  site_.came = reinterpret_cast<std::uint32_t*>(workspace_.data() + came);
+  site_.units_done = reinterpret_cast<std::uint32_t*>(workspace_.data() + units_done);
   site_.totals = reinterpret_cast<std::uint32_t*>(workspace_.data() + totals);
   site_.totalled = reinterpret_cast<std::uint64_t*>(workspace_.data() + totalled);
   site_.placed = reinterpret_cast<std::uint32_t*>(workspace_.data() + placed);
@@ -316,7 +316,7 @@ SlotsCall Engine::slots_call(const DispatchInput& input) const {
   return call;
 }
 
-// Sends a dispatch. `early`, if not null, is the receive that follows; its `placers` is set.
+// Sends a dispatch. `early`, if not null, is the receive that follows; its `placing_blocks` is set.
 void Engine::send(const DispatchInput& input, Handle& handle, DispatchReceive* early) {
   const MatrixView& tokens = input.tokens;
   const auto element = static_cast<std::int64_t>(size_of(tokens.dtype));
@@ -334,21 +334,21 @@ void Engine::send(const DispatchInput& input, Handle& handle, DispatchReceive* e
   call.wire_bytes = static_cast<std::uint32_t>(problem_.token_bytes());
   call.groups = static_cast<std::uint32_t>(problem_.groups());
   call.num_places = static_cast<std::uint32_t>(problem_.places.num_experts);
-  call.fresh = !input.reuse;
-  if (call.fresh) call.slots = slots_call(input);
+  call.new_layout = !input.reuse;
+  if (call.new_layout) call.slots = slots_call(input);
   Wire wire = Wire::kCopy;
   if (problem_.quantised() && tokens.rows > 0 && tokens.dtype != DType::kF8E4M3) {
     wire = tokens.dtype == DType::kBF16  ? Wire::kFromBF16
            : tokens.dtype == DType::kF16 ? Wire::kFromF16
                                          : Wire::kFromF32;
   }
-  unsigned placers = 0;
+  unsigned placing_blocks = 0;
   const LaunchTurn turn;
   SWITCHYARD_CUDA(launch_dispatch_send(site_, handle.site, call, early, wire,
-                                       {blocks_, options_.max_sms != 0}, &placers,
+                                       {blocks_, options_.max_sms != 0}, &placing_blocks,
                                        stream_of(input.stream)));
-  if (early != nullptr) early->placers = placers;
-  handle.fresh = !input.reuse;
+  if (early != nullptr) early->placing_blocks = placing_blocks;
+  handle.new_layout = !input.reuse;
 }
 
 void Engine::dispatch_send(const DispatchInput& input, State& state) {
@@ -372,7 +372,7 @@ DispatchReceive Engine::receive_call(const Handle& handle) const {
   call.groups = static_cast<std::uint32_t>(problem_.groups());
   call.layout = spec().layout;
   call.own_experts = static_cast<std::uint32_t>(problem_.num_own());
-  call.fresh = handle.fresh;
+  call.new_layout = handle.new_layout;
   return call;
 }
 
@@ -410,7 +410,7 @@ void Engine::dispatch(const DispatchInput& input, const DispatchOutput& output, 
   const HostRange range{"dispatch", nvtx3::payload{input.tokens.rows}};
   auto& handle = static_cast<Handle&>(state);
   DispatchReceive call = receive_call(output, handle);
-  call.fresh = !input.reuse;
+  call.new_layout = !input.reuse;
   // Few tokens are sent before their receive can begin anyway. A device that others share has no
   // blocks to spare for waiting, and another stream may have other work before the receive.
   const bool early = alone_ && num_ranks() > 1 && input.stream == output.stream &&
@@ -503,8 +503,8 @@ void Engine::check() {
   const auto high = [](std::uint64_t word) {
     return static_cast<std::uint32_t>((word & ~ExchangeFailures::kFound) >> 32);
   };
-  if (const std::uint64_t word = failures.twice; word != 0) {
-    throw_found(failures.twice, ErrorCode::kInvalidArgument,
+  if (const std::uint64_t word = failures.duplicate; word != 0) {
+    throw_found(failures.duplicate, ErrorCode::kInvalidArgument,
                 named_twice_text(high(word), low(word)) + ", and the later slot was none");
   }
   if (const std::uint64_t word = failures.unknown; word != 0) {
@@ -608,7 +608,7 @@ const ExchangeStats& Engine::stats() {
   stats_.signal_bytes =
       sizeof(std::uint64_t) *
       (others * ((words.dispatch != 0 ? 3 + parts : 0u) + (words.combine != 0 ? 1u : 0u)) +
-       words.fresh * far_places);
+       words.new_layout * far_places);
   return stats_;
 }
 

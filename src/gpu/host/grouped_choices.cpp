@@ -44,56 +44,32 @@ std::uint32_t height_index(TileHeights& heights, std::uint32_t& count, int rows)
   return count++;
 }
 
-}  // namespace
-
-void check_table(const tuner::Table& table, const char* what, const WantedTable& wanted) {
-  const auto require_text = [&](const char* field, const std::string& found,
-                                const std::string& its) {
+void check_table(const tuner::Table& table, const TableFacts& facts) {
+  const auto require_text = [](const char* field, const std::string& found,
+                               const std::string& its) {
     if (found == its) return;
     throw tuner::MismatchError(
-        fmt::format("the table is of the {} '{}', and the {} of '{}'; tune that, or give its table",
-                    field, printable(found), what, printable(its)),
+        fmt::format("the table is of the {} '{}', and the grouped GEMM of '{}'; tune that, or give "
+                    "its table",
+                    field, printable(found), printable(its)),
         field, found, its);
   };
   const auto require_number = [&](const char* field, std::int64_t found, std::int64_t its) {
     require_text(field, fmt::format("{}", found), fmt::format("{}", its));
   };
-  require_text("kernel", table.kernel, wanted.kernel);
-  require_number("version", table.version, wanted.version);
-  require_number("number of SMs", table.device.num_sms, wanted.num_sms);
-  require_number("number of experts", table.model.num_experts, wanted.num_experts);
-  require_number("N", table.model.n, wanted.n);
-  require_number("K", table.model.k, wanted.k);
-  const std::size_t fewest = table.by_tokens ? 0 : 1;
-  if (table.entries.size() < fewest || table.entries.size() > kMostCandidates) {
-    refuse(fmt::format("the table has {} entries; use {} to {}, as tuner::make_table() does",
-                       table.entries.size(), fewest, kMostCandidates));
+  require_text("kernel", table.kernel, grouped_kernel_name(facts.compute));
+  require_number("version", table.version, kGroupedKernelVersion);
+  require_number("number of SMs", table.device.num_sms, facts.num_sms);
+  require_number("number of experts", table.model.num_experts, facts.num_experts);
+  require_number("N", table.model.n, facts.n);
+  require_number("K", table.model.k, facts.k);
+  if (table.entries.empty() || table.entries.size() > kMostCandidates) {
+    refuse(fmt::format("the table has {} entries; use 1 to {}, as tuner::make_table() does",
+                       table.entries.size(), kMostCandidates));
   }
 }
 
-CandidateMaker::CandidateMaker(const tuner::Table& table, int n, ChoiceRule& rule)
-    : table_(table), n_(n), rule_(rule) {
-  rule_.num_sms = static_cast<std::uint32_t>(table.device.num_sms);
-  rule_.rounded_waves = tuner::rounds_waves(table.form);
-  rule_.of_experts = table.form == tuner::Form::kExperts;
-}
-
-Candidate CandidateMaker::operator()(std::size_t entry) {
-  const tuner::Table::Entry& its = table_.entries[entry];
-  const tuner::Configuration& c = its.configuration;
-  Candidate candidate{};
-  candidate.a = its.a;
-  candidate.b = its.b;
-  candidate.c = its.c;
-  candidate.d = its.d;
-  candidate.height = height_index(rule_.heights, heights_, c.token_rows);
-  // As tuner::grid_of() of one tile.
-  candidate.tasks_of_tile = static_cast<std::uint32_t>(
-      std::int64_t{protocol::ceil_div(n_, std::max(c.weight_rows, 1))} * c.splits * c.blocks);
-  candidate.entry = static_cast<std::uint32_t>(entry);
-  return candidate;
-}
-
+// Returns so many rows in equal shares.
 std::vector<std::uint32_t> balanced_rows(int num_experts, std::int64_t rows) {
   std::vector<std::uint32_t> balanced(static_cast<std::size_t>(num_experts));
   for (std::size_t e = 0; e < balanced.size(); ++e) {
@@ -102,6 +78,8 @@ std::vector<std::uint32_t> balanced_rows(int num_experts, std::int64_t rows) {
   }
   return balanced;
 }
+
+}  // namespace
 
 GroupedCut cut_of(const GroupedSchedule& schedule, const CutFacts& facts) {
   const auto refuse_value = [](const char* name, int value, const char* use) {
@@ -186,20 +164,27 @@ std::uint32_t GroupedChoices::count(const std::vector<Candidate>& candidates,
 }
 
 GroupedChoices choices_of(const tuner::Table& table, const TableFacts& facts) {
-  check_table(table, "grouped GEMM",
-              {grouped_kernel_name(facts.compute), kGroupedKernelVersion, facts.num_experts,
-               facts.n, facts.k, facts.num_sms});
-  if (table.by_tokens) {
-    refuse(
-        "the table chooses by tokens, and a grouped GEMM by the histogram; use "
-        "tuner::make_table()");
-  }
+  check_table(table, facts);
   GroupedChoices choices{};
-  CandidateMaker make(table, facts.n, choices.rule);
-  for (std::size_t i = 0; i < table.entries.size(); ++i) {
-    const GroupedSchedule schedule = schedule_of(table.entries[i].configuration);
+  choices.rule.num_sms = static_cast<std::uint32_t>(facts.num_sms);
+  choices.rule.rounded_waves = tuner::rounds_waves(table.form);
+  choices.rule.of_experts = table.form == tuner::Form::kExperts;
+  std::uint32_t heights = 0;
+  for (const tuner::Table::Entry& entry : table.entries) {
+    const tuner::Configuration& c = entry.configuration;
+    const GroupedSchedule schedule = schedule_of(c);
     const GroupedCut cut = cut_of(schedule, facts.cut);
-    Candidate candidate = make(i);
+    Candidate candidate{};
+    candidate.a = entry.a;
+    candidate.b = entry.b;
+    candidate.c = entry.c;
+    candidate.d = entry.d;
+    candidate.height = height_index(choices.rule.heights, heights, c.token_rows);
+    // As tuner::grid_of() of one tile.
+    candidate.tasks_of_tile = static_cast<std::uint32_t>(
+        std::int64_t{protocol::ceil_div(facts.n, std::max(c.weight_rows, 1))} * c.splits *
+        c.blocks);
+    candidate.entry = static_cast<std::uint32_t>(&entry - table.entries.data());
     candidate.band = cut.band;
     candidate.max_height = static_cast<std::uint16_t>(cut.tile.max_height);
     candidate.granule = static_cast<std::uint16_t>(cut.tile.granule);

@@ -40,36 +40,6 @@ struct GroupedChoices {
   static std::uint32_t count(const std::vector<Candidate>& candidates, std::uint32_t log2_splits);
 };
 
-// The kernel, shape and device that a table must be for.
-struct WantedTable {
-  std::string kernel;
-  std::int64_t version;
-  int num_experts, n, k;
-  int num_sms;  // of the device
-};
-// Checks a table. `what` names its user. Throws tuner::MismatchError naming both sides. Throws
-// Error{kInvalidArgument} for more entries than a kernel takes, and for none unless the table is by
-// tokens.
-void check_table(const tuner::Table& table, const char* what, const WantedTable& wanted);
-
-// Makes candidates of a table's entries, without their cuts.
-class CandidateMaker {
- public:
-  // Fills in `rule`, which must outlive this. `n`: rows of an expert's first matrix.
-  CandidateMaker(const tuner::Table& table, int n, ChoiceRule& rule);
-  // Throws Error{kInvalidArgument} for a height that kernels do not have, or too many of them.
-  Candidate operator()(std::size_t entry);
-
- private:
-  const tuner::Table& table_;
-  int n_;
-  ChoiceRule& rule_;
-  std::uint32_t heights_ = 0;
-};
-
-// Returns so many rows in equal shares.
-std::vector<std::uint32_t> balanced_rows(int num_experts, std::int64_t rows);
-
 struct TableFacts {
   CutFacts cut;
   DType compute;
@@ -77,8 +47,8 @@ struct TableFacts {
   int num_sms;  // of the device
 };
 // Throws tuner::MismatchError for a table of another kernel, version, shape or device, naming both;
-// Error{kInvalidArgument} for one by tokens, whose configurations are none of this kernel's, or
-// that has more heights or entries than a kernel takes.
+// Error{kInvalidArgument} for one whose configurations are none of this kernel's, or that has no
+// entries, or more heights or entries than a kernel takes.
 GroupedChoices choices_of(const tuner::Table& table, const TableFacts& facts);
 
 // log2 of the most splits for which a call of so many rows has memory: the sums of all parts take

@@ -64,7 +64,7 @@ GroupedEntry entry_of(const GroupedGemmSpec& spec, DType compute) {
 PolicyFacts policy_of(DType compute) {
   if (compute == DType::kF8E4M3) return facts_of<FP8Policy>();
   PolicyFacts facts = facts_of<BF16Policy>();
-  facts.numerics.weight = facts.numerics.token = compute;
+  facts.numerics = Numerics::stored_as(compute);
   return facts;
 }
 
@@ -117,8 +117,8 @@ FfnWeights as_ffn(const GroupedGemmSpec& spec, const MatrixView& matrix, const V
 int checked_device(const GroupedGemmOptions& options) {
   LayerOptions layer;
   layer.backend = Backend::kCuda;
-  layer.device = options.device;
-  layer.reserved_sms = options.reserved_sms;
+  layer.cuda.device = options.device;
+  layer.cuda.reserved_sms = options.reserved_sms;
   return choose_device(layer);
 }
 
@@ -208,8 +208,8 @@ void GroupedGemmEngine::State::choose_schedule(const tuner::Table* table, int nu
     unsupported("schedule.paired is true, but there is one multiprocessor; leave it");
   }
   if (table == nullptr) return;
-  choices =
-      choices_of(*table, {facts, policy.numerics.token, spec.num_experts, spec.n, spec.k, num_sms});
+  choices = choices_of(
+      *table, {facts, policy.numerics.token.compute, spec.num_experts, spec.n, spec.k, num_sms});
   if (schedule.paired && choices.of(*schedule.paired).empty()) {
     throw Error(ErrorCode::kInvalidArgument,
                 fmt::format("schedule.paired is {}, but all of the table's configurations are {}; "
@@ -269,7 +269,8 @@ void GroupedGemmEngine::State::describe_rows(const GroupedInput& input, GroupedC
   // Rows through an index: blocks that stand alone copy them from where they are. In pairs every
   // block would copy the rows that both share.
   const bool in_place = !input.index.empty() && call.paired == 0;
-  const bool as_they_are = x.dtype == policy.numerics.token && (input.index.empty() || in_place) &&
+  const bool as_they_are = x.dtype == policy.numerics.token.storage &&
+                           (input.index.empty() || in_place) &&
                            reinterpret_cast<std::uintptr_t>(x.data) % 16 == 0 &&
                            (x.rows <= 1 || (x.row_stride > 0 && x.row_stride * element % 16 == 0));
   if (as_they_are) {
@@ -311,7 +312,7 @@ void GroupedGemmEngine::State::describe_rows(const GroupedInput& input, GroupedC
   prepare.num_experts = spec.num_experts;
   prepare.columns = spec.k;
   prepare.to = room.data.data();
-  prepare.to_type = policy.numerics.token;
+  prepare.to_type = policy.numerics.token.storage;
   prepare.to_scales = reinterpret_cast<float*>(room.more.data());
   SWITCHYARD_CUDA(prepare_rows(prepare, rows, static_cast<int>(blocks),
                                static_cast<cudaStream_t>(input.stream)));

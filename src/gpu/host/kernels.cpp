@@ -9,10 +9,10 @@ namespace switchyard::gpu {
 KernelEntry find_kernel(const Activation& activation, DType compute, bool traced) {
   const bool is_silu = activation.kind == ActivationKind::kSilu;
   // Kernels for SiLU only come first.
-#define SWITCHYARD_KERNEL(policy, silu, is_gated)                                                \
-  if (compute == policy::kNumerics.token && traced == policy::kTraced && (is_silu || !(silu)) && \
-      activation.gated == (is_gated)) {                                                          \
-    return kernel_entry<policy, silu, is_gated>();                                               \
+#define SWITCHYARD_KERNEL(policy, silu, is_gated)                                \
+  if (compute == policy::kNumerics.token.compute && traced == policy::kTraced && \
+      (is_silu || !(silu)) && activation.gated == (is_gated)) {                  \
+    return kernel_entry<policy, silu, is_gated>();                               \
   }
 #include "gpu/kernel_list.inc"
 #undef SWITCHYARD_KERNEL

@@ -30,7 +30,7 @@ int checked_device(const DeviceStream& where) {
   if (device >= 0 && runs_our_kernels(device)) return device;
   LayerOptions options;
   options.backend = Backend::kCuda;
-  options.device = where.device;
+  options.cuda.device = where.device;
   return choose_device(options);  // throws, and says why
 }
 

@@ -153,7 +153,7 @@ void PassLayout::describe(const PassMemory& memory, LayerParams& params) const {
   params.heaps.rank = world.rank();
   for (int r = 0; r < world.size(); ++r) params.heaps.base[r] = memory.heap().base(r);
   params.mine = memory.heap().base(world.rank());
-  params.cells = reinterpret_cast<std::uint16_t*>(params.heap.cells(params.mine));
+  params.cells = reinterpret_cast<std::uint16_t*>(params.heap.cells().in(params.mine));
 
   params.epoch_word = memory.epoch_word();
   params.readers = memory.readers();
@@ -322,8 +322,8 @@ std::shared_ptr<switchyard::PassMemory> make_memory(const World& world,
                                                     std::uint64_t id) {
   LayerOptions of_layer;
   of_layer.backend = Backend::kCuda;
-  of_layer.device = options.device;
-  of_layer.reserved_sms = options.reserved_sms;
+  of_layer.cuda.device = options.device;
+  of_layer.cuda.reserved_sms = options.reserved_sms;
   std::optional<MemoryNeeds> needs;
   int device = 0;
   attempt_together(world.fabric(), [&] {

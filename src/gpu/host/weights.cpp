@@ -74,7 +74,7 @@ std::optional<WeightArray> in_place(const PolicyFacts& policy, std::span<const F
       const MatrixView& other = at(e, half);
       const std::int64_t expected = static_cast<std::int64_t>(e) * array.expert_stride +
                                     static_cast<std::int64_t>(half) * array.half_stride;
-      if (other.dtype != policy.numerics.weight || other.col_stride != 1 ||
+      if (other.dtype != policy.numerics.weight.storage || other.col_stride != 1 ||
           other.row_stride != m.row_stride || distance(m, other) != expected ||
           residence_of(other.data) != Residence::kHere) {
         return std::nullopt;
@@ -108,7 +108,7 @@ WeightArray make_array(const PolicyFacts& policy, std::span<const FfnWeights> ex
       layout.copy(experts[e].*halves[half],
                   own.data() + e * static_cast<std::size_t>(array.expert_stride) +
                       half * static_cast<std::size_t>(array.half_stride),
-                  policy.numerics.weight, columns);
+                  policy.numerics.weight.storage, columns);
     }
   }
   return array;

@@ -89,8 +89,8 @@ static_assert(kPackedArrivals.full == 1 + 1 && kGatheredArrivals.full == 1 + 64 
                   kPackedArrivals.demand == 1 + 1 && kPackedArrivals.gate_full == 1 &&
                   kPackedArrivals.ticket_full == 1 && kGatheredArrivals.ticket_full == 64 &&
                   kPackedArrivals.packing == 1 && kPackedArrivals.task_empty == 1 + 1 + 8 &&
-                  kGatheredArrivals.task_empty == 1 + 2 + 8 && kTellers<BF16Policy> == 1 &&
-                  kTellers<SmallPass<BF16Policy>> == 2,
+                  kGatheredArrivals.task_empty == 1 + 2 + 8 && kPublishers<BF16Policy> == 1 &&
+                  kPublishers<SmallPass<BF16Policy>> == 2,
               "the table above");
 
 // Initialises the block's barriers. Called by the block's first thread.

@@ -14,7 +14,7 @@ __device__ __forceinline__ void weights_role(const Pass<P>& pass) {
   TaskReader<P> reader(pass.queue());
   RingPlace place;
   // The first iteration is a rehearsal while the scheduler finds the first task.
-  for (std::uint32_t rehearsal = untold<1>();; rehearsal = 0) {
+  for (std::uint32_t rehearsal = opaque<1>();; rehearsal = 0) {
     TileTask task = rehearsed_task();
     if (rehearsal == 0) {
       if (!reader.template next_gemm<TraceRole::kWeights, false>(task)) return;
@@ -73,7 +73,7 @@ __device__ __forceinline__ void tokens_role(const Pass<P>& pass) {
   };
   // The first iteration is a rehearsal on an empty tile of the first expert, if this rank has an
   // expert.
-  for (std::uint32_t rehearsal = pass.table().local_experts() != 0 ? untold<1>() : 0;;
+  for (std::uint32_t rehearsal = pass.table().local_experts() != 0 ? opaque<1>() : 0;;
        rehearsal = 0) {
     TileTask task = rehearsed_task();
     if (rehearsal == 0) {
@@ -116,7 +116,7 @@ __device__ __forceinline__ void gather_role(const Pass<P>& pass) {
   // The first iteration is a rehearsal on an empty tile, while the first task is described. Code
   // that is fetched after weights have begun to stream queues behind them and arrives microseconds
   // later.
-  for (std::uint32_t rehearsal = untold<1>();; rehearsal = 0) {
+  for (std::uint32_t rehearsal = opaque<1>();; rehearsal = 0) {
     TileTask task = rehearsed_task();
     if (rehearsal == 0) {
       if (P::kTraced && reader.index() != ~0u) stamp(reader.index(), &TraceRecord::end);

@@ -49,11 +49,11 @@ class LayerSink {
     named_barrier<kWarpgroup>(group_barrier(math_group()));
     if (pass_.progress().quantizes_together() && first_) {
       stored_.put_off(task_);
-    } else if (P::kTeller == Teller::kMath && fresh_thread_index<kWarpgroup>() == 0) {
-      tell_stored(pass_.progress(), task_);
+    } else if (P::kPublisher == Publisher::kMath && reread_thread_index<kWarpgroup>() == 0) {
+      publish_stored(pass_.progress(), task_);
     }
     // In large passes the scheduler publishes the tile when all math warps have released its task.
-    if (fresh_thread_index<32>() == 0) reader_.release();
+    if (reread_thread_index<32>() == 0) reader_.release();
   }
 
  private:
@@ -88,7 +88,7 @@ __device__ __forceinline__ void report_stuck_ring(const Pass<P>& pass) {
   const int rank = pass.layer.heaps.rank;
   protocol::abort_world(pass.layer.heaps,
                         {rank, rank, protocol::Phase::kExperts, pass.waiter().epoch,
-                         fresh_block_index(), 0, 0, pass.waiter().block_deadline_ns, rank});
+                         reread_block_index(), 0, 0, pass.waiter().block_deadline_ns, rank});
   pass.layer.failures->given_up = 1;
 }
 

@@ -18,7 +18,7 @@ struct LargePass {
   static constexpr PassSize kSize = PassSize::kLarge;
   static constexpr Start kStart = Start::kShared;
   static constexpr GateLoads kGate = GateLoads::kCopyEngine;
-  static constexpr Teller kTeller = Teller::kScheduler;
+  static constexpr Publisher kPublisher = Publisher::kScheduler;
   static constexpr bool kLendsRing = true;  // to tables of many experts
   static constexpr bool kOneRank = false;   // true: the kernel is compiled for a world of one rank
   static constexpr bool kRounds = false;    // true: a pass may have two rounds; see InRounds
@@ -58,7 +58,7 @@ struct SmallPass : P {
   static constexpr Start kStart = Start::kEveryBlock;
   static constexpr TokenSource kTokens = TokenSource::kGathered;
   static constexpr GateLoads kGate = GateLoads::kCaches;
-  static constexpr Teller kTeller = Teller::kMath;
+  static constexpr Publisher kPublisher = Publisher::kMath;
   static constexpr bool kLendsRing = false;
   static constexpr bool kOneRank = true;
   static constexpr RoleRegisters kRegisters{.loading = 152, .math = 176};
@@ -75,7 +75,7 @@ struct ValidPolicy {
   static_assert(P::kOneRank || P::kStart == Start::kShared,
                 "ranks count their rows between a shared start's lists and its tiles");
   static_assert(P::kTile.cluster <= static_cast<int>(kPair), "clusters are single blocks or pairs");
-  static_assert(P::kNumerics.weight == P::kNumerics.token,
+  static_assert(P::kNumerics.weight.compute == P::kNumerics.token.compute,
                 "the matrix instruction takes operands of one type");
   static_assert(P::kSlotRows >= P::kTile.max_height(), "a slot has room for a tile of most tokens");
 };

@@ -42,8 +42,8 @@ __device__ __forceinline__ void store_stats_of_rounds(const Pass<P>& pass) {
     std::uint32_t rows = 0;
 #pragma unroll 1
     for (int source = 0; source < pass.life().num_ranks(); ++source) {
-      rows += static_cast<std::uint32_t>(
-          protocol::load_relaxed(layer.heap.counts(layer.mine, pass.life().epoch(), source) + e));
+      rows += static_cast<std::uint32_t>(protocol::load_relaxed(
+          layer.heap.counts(pass.life().epoch(), source).in(layer.mine) + e));
     }
     layer.stats[e] = rows;
   }
@@ -75,7 +75,7 @@ __device__ __forceinline__ bool begin_second_round(const Pass<P>& pass, bool sto
   bool counted = stored;
   // The first iteration is a rehearsal, on what is there.
 #pragma unroll 1
-  for (std::uint32_t rehearsal = untold<1>(); counted; rehearsal = 0) {
+  for (std::uint32_t rehearsal = opaque<1>(); counted; rehearsal = 0) {
     if (rehearsal == 0) {
       counted = __all_sync(~0u, await_words_of_counts<32>(pass.exchange(), sources)) != 0;
       if (!counted) break;
@@ -121,7 +121,7 @@ __device__ __forceinline__ bool count_all_rows(const Pass<P>& pass) {
     // Waiting for counts takes longer than reading them, so they are read twice: first as a
     // rehearsal.
 #pragma unroll 1
-    for (std::uint32_t rehearsal = untold<1>();; rehearsal = 0) {
+    for (std::uint32_t rehearsal = opaque<1>();; rehearsal = 0) {
       read_counts<kWarpgroup>(pass.exchange(), pass.state().tiles.round.sources);
       if (rehearsal == 0) break;
       if constexpr (P::kRounds) {

@@ -15,7 +15,7 @@ namespace switchyard::gpu {
 // The math warpgroup of this thread. It is computed wherever it is needed, because the sums leave
 // no register to keep it in.
 __device__ __forceinline__ std::uint32_t math_group() {
-  return fresh_thread_index<kThreads>() / kWarpgroup - 1;
+  return reread_thread_index<kThreads>() / kWarpgroup - 1;
 }
 
 // A stage of the ring, and the parity of its current use.

@@ -49,13 +49,13 @@ struct Tracer {
   // Stamps a record of the math role, in the first thread of the math warps.
   __device__ __forceinline__ void math(std::uint32_t index, TraceStamp which) const {
     if constexpr (kTraced) {
-      if (fresh_thread_index<kThreads>() == kWarpgroup) stamp(TraceRole::kMath, index, which);
+      if (reread_thread_index<kThreads>() == kWarpgroup) stamp(TraceRole::kMath, index, which);
     }
   }
   // Completes a record of the math role, in the first thread of the math warps.
   __device__ __forceinline__ void math_end(std::uint32_t index, const TraceSubject& of) const {
     if constexpr (kTraced) {
-      if (fresh_thread_index<kThreads>() != kWarpgroup) return;
+      if (reread_thread_index<kThreads>() != kWarpgroup) return;
       subject(TraceRole::kMath, index, of);
       stamp(TraceRole::kMath, index, &TraceRecord::end);
     }
@@ -66,14 +66,14 @@ struct Tracer {
   __device__ __forceinline__ void pass(std::uint32_t index, TraceStamp which,
                                        std::uint32_t thread = 0) const {
     if constexpr (kTraced) {
-      if (fresh_thread_index<kThreads>() == thread) stamp(TraceRole::kPass, index, which);
+      if (reread_thread_index<kThreads>() == thread) stamp(TraceRole::kPass, index, which);
     }
   }
   // Ends the record of one step and begins that of the next, unless `next` is kTraceRecords.
   __device__ __forceinline__ void turn(std::uint32_t index, TraceKind kind, std::uint32_t next,
                                        std::uint32_t thread = 0) const {
     if constexpr (kTraced) {
-      if (fresh_thread_index<kThreads>() != thread) return;
+      if (reread_thread_index<kThreads>() != thread) return;
       subject(TraceRole::kPass, index, {kind});
       stamp(TraceRole::kPass, index, &TraceRecord::end);
       if (next == kTraceRecords) return;
@@ -91,13 +91,13 @@ struct Tracer {
       return nullptr;
     }
     return buffer.records +
-           (fresh_block_index() * kTraceRoles + static_cast<std::uint32_t>(role)) * kTraceRecords +
+           (reread_block_index() * kTraceRoles + static_cast<std::uint32_t>(role)) * kTraceRecords +
            index;
   }
   // Delays the role after one in SlowRole::kOneIn of its tasks, chosen by a hash.
   __device__ __forceinline__ void slow_down(TraceRole role, std::uint32_t index) const {
     if (buffer.slow_role != static_cast<std::int32_t>(role)) return;
-    const std::uint32_t mixed = (life.flag() * 31 + fresh_block_index()) * 31 + index;
+    const std::uint32_t mixed = (life.flag() * 31 + reread_block_index()) * 31 + index;
     if ((mixed * 2654435761u >> 16) % SlowRole::kOneIn != 0) return;
     const std::uint64_t start = device_now_ns();
     while (device_now_ns() - start < buffer.slow_ns) __nanosleep(1000);

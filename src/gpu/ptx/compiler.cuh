@@ -10,13 +10,13 @@ namespace switchyard::gpu {
 // threadIdx.x itself before the loop over tasks, and keep them: dozens of addresses, for which the
 // math warps have no registers.
 template <std::uint32_t kModulus>
-__device__ __forceinline__ std::uint32_t fresh_thread_index() {
+__device__ __forceinline__ std::uint32_t reread_thread_index() {
   std::uint32_t index;
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
   return index % kModulus;
 }
 // blockIdx.x, for the same reason.
-__device__ __forceinline__ std::uint32_t fresh_block_index() {
+__device__ __forceinline__ std::uint32_t reread_block_index() {
   std::uint32_t index;
   asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(index));
   return index;
@@ -25,7 +25,7 @@ __device__ __forceinline__ std::uint32_t fresh_block_index() {
 // A constant that the compiler does not learn. If it knew that a loop's first turn differs from the
 // others it would make two copies of the loop, and both would have to be fetched.
 template <std::uint32_t kValue>
-__device__ __forceinline__ std::uint32_t untold() {
+__device__ __forceinline__ std::uint32_t opaque() {
   std::uint32_t value;
   asm volatile("mov.u32 %0, %1;" : "=r"(value) : "n"(kValue));
   return value;

@@ -155,7 +155,7 @@ __device__ __forceinline__ GateOutcome given_token(const Routing<P>& routing, st
   const std::uint32_t same = __match_any_sync(~0u, outcome.id);
   if (outside || (outcome.id >= 0 && (same & ((1u << lane) - 1)) != 0)) {
     outcome.bad_id =
-        BadId{outside ? BadId::Kind::kExpert : BadId::Kind::kTwice, token, outcome.id}.pack();
+        BadId{outside ? BadId::Kind::kExpert : BadId::Kind::kDuplicate, token, outcome.id}.pack();
     outcome.id = -1;
   }
   return outcome;

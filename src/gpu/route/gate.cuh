@@ -74,7 +74,7 @@ __device__ __forceinline__ void few_logits(const Gate<P>& gate) {
   const std::int64_t x_stride = gate.state.x_stride;
   auto* const scratch = reinterpret_cast<float*>(gate.ring);  // [kMathWarps, tokens, columns]
   const GateGrid<P> grid(router, tokens);
-  const std::uint32_t thread = fresh_thread_index<kThreads>() - (kThreads - kMathThreads);
+  const std::uint32_t thread = reread_thread_index<kThreads>() - (kThreads - kMathThreads);
   const std::uint32_t warp = thread / 32, lane = thread % 32;
   // Lane 4 g + t holds columns 8 t to 8 t + 7 of rows g (and g + 8): one 16-byte load, and two
   // instructions' worth of operands. An operand register may stand for any k, as long as both
@@ -178,7 +178,7 @@ __device__ __forceinline__ void many_logits(const Gate<P>& gate) {
   const std::uint32_t units = grid.units(), group = __reduce_max_sync(~0u, math_group());
   const std::uint32_t ring = shared_address(gate.ring);
   const std::uint32_t full = shared_address(gate.full);
-  bool loads = fresh_thread_index<kThreads>() / 32 == kWarpgroup / 32;
+  bool loads = reread_thread_index<kThreads>() / 32 == kWarpgroup / 32;
   if (loads && gate.converts) fence_async_proxy();
   RingPlace place;
 #pragma unroll 1
@@ -240,8 +240,8 @@ __device__ __forceinline__ void many_logits(const Gate<P>& gate) {
     for (float& sum : sums) cute::warpgroup_fence_operand(sum);
     // A lane holds rows `lane / 4` and `lane / 4 + 8` of the warp's 16 and, of every 8 columns,
     // columns 2 (lane % 4) and the next.
-    const std::uint32_t lane = fresh_thread_index<32>();
-    const std::uint32_t token = token0 + fresh_thread_index<kWarpgroup>() / 32 * 16 + lane / 4;
+    const std::uint32_t lane = reread_thread_index<32>();
+    const std::uint32_t token = token0 + reread_thread_index<kWarpgroup>() / 32 * 16 + lane / 4;
     const std::uint32_t column = column0 + group * kGateBoxRows + lane % 4 * 2;
 #pragma unroll
     for (std::uint32_t half = 0; half < 2; ++half) {

@@ -28,7 +28,7 @@ enum class GateLoads {
 struct BadId {
   enum class Kind : std::uint32_t {
     kExpert = 1,  // no expert's
-    kTwice,       // that of an expert named before
+    kDuplicate,   // that of an expert named before
     kToken,       // not in the hash table
     kTable        // from the hash table, and no expert's
   };

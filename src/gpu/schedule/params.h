@@ -13,7 +13,7 @@ inline constexpr int kMaxDeviceRanks = 32;  // see ExpertSource
 enum class PassSize { kSmall, kLarge };
 // The role that tells other blocks that a block has stored its part of a tile. To tell, it must
 // first wait until the part has reached the L2 cache, which takes 1 us.
-enum class Teller {
+enum class Publisher {
   kScheduler,  // while the math warps work on the next tile
   kMath        // each warpgroup for itself, at once: for passes in which another block waits for it
 };

@@ -11,9 +11,10 @@
 
 namespace switchyard::gpu {
 
-// The number of additions by which a block tells that it has stored its part of a tile: see Teller.
+// The number of additions by which a block tells that it has stored its part of a tile: see
+// Publisher.
 template <typename P>
-inline constexpr std::uint32_t kTellers = P::kTeller == Teller::kMath ? kMathGroups : 1;
+inline constexpr std::uint32_t kPublishers = P::kPublisher == Publisher::kMath ? kMathGroups : 1;
 
 struct alignas(8) WorkState {
   std::uint32_t log2_rows;           // weight rows of a task, of a pair's task if there are pairs
@@ -55,11 +56,11 @@ struct Progress {
   }
   __device__ bool gemm1_complete(std::uint32_t tile) const {
     return load_acquire_gpu(gemm1_done(tile)) >=
-           (kTellers<P> * tasks(experts.ffn(table.is_shared(tile)).gemm1_rows)) << paired;
+           (kPublishers<P> * tasks(experts.ffn(table.is_shared(tile)).gemm1_rows)) << paired;
   }
   __device__ bool gemm2_complete(std::uint32_t tile) const {
     return load_acquire_gpu(gemm2_done(tile)) >=
-           (kTellers<P> * tasks(experts.ffn(table.is_shared(tile)).gemm2_rows))
+           (kPublishers<P> * tasks(experts.ffn(table.is_shared(tile)).gemm2_rows))
                << paired << work.log2_splits;
   }
   // True if the tile's h may be written: the tile that used the slot before no longer needs it.
@@ -78,9 +79,9 @@ struct Progress {
 };
 
 // Tells other blocks that this one, or one of its math warpgroups, has stored its part of a tile:
-// see kTellers. Called by one thread, ordered after all the stores.
+// see kPublishers. Called by one thread, ordered after all the stores.
 template <typename P>
-__device__ __forceinline__ void tell_stored(const Progress<P>& progress, const TileTask& task) {
+__device__ __forceinline__ void publish_stored(const Progress<P>& progress, const TileTask& task) {
   add_release_gpu(task.kind == TaskKind::kGemm1 ? progress.gemm1_done(task.tile)
                                                 : progress.gemm2_done(task.tile),
                   1);

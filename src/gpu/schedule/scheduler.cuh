@@ -4,6 +4,7 @@
 
 #include "gpu/route/lists.cuh"
 #include "gpu/schedule/queue.cuh"
+#include "gpu/tile/cut_task.cuh"
 #include "protocol/task.h"
 
 namespace switchyard::gpu {
@@ -56,62 +57,37 @@ __device__ __forceinline__ TileTask describe(const Schedule<P>& schedule,
   TileTask d{};
   d.kind = TaskKind::kNone;
   if (ticket >= work.num_gemm_tasks() + work.num_combine_chunks) return d;
-  protocol::Task task = protocol::tile_task_at(work, ticket);
-  d.block = (task.block << schedule.paired) + share;
+  const protocol::Task task = protocol::tile_task_at(work, ticket);
+  d.kind = task.kind;
   if (task.kind == TaskKind::kCombine) {
-    d.kind = TaskKind::kCombine;
     d.tile = (task.index << schedule.paired) + share;
     return d;
   }
-  task.index += schedule.table.first_tile();
-  d.tile = task.index;
-  d.shared = schedule.table.is_shared(task.index) ? 1 : 0;
-  protocol::TokenTiles tiles = schedule.table.state.shared_tiles;
-  std::uint32_t tile_of_expert = task.index - schedule.table.shared_tile();
+  const std::uint32_t index = task.index + schedule.table.first_tile();
+  d.shared = schedule.table.is_shared(index) ? 1 : 0;
+  TileCut cut{};
+  cut.tiles = schedule.table.state.shared_tiles;
+  cut.first_tile = schedule.table.shared_tile();
   if (d.shared == 0) {
     const auto* const tile_begin = schedule.table.block.tile_begin + schedule.table.first_expert();
     static_assert(kMaxDeviceExperts <= kMostFoundTogether);
-    d.expert = find_expert_together(tile_begin, schedule.table.local_experts(), task.index,
-                                    threadIdx.x % 32);
-    tiles = schedule.table.tiles_of(schedule.table.first_expert() + d.expert);
-    tile_of_expert = task.index - tile_begin[d.expert];
+    d.expert =
+        find_expert_together(tile_begin, schedule.table.local_experts(), index, threadIdx.x % 32);
+    cut.tiles = schedule.table.tiles_of(schedule.table.first_expert() + d.expert);
+    cut.first_tile = tile_begin[d.expert];
   }
-  if constexpr (kPairsTiles<P>) {
-    const std::uint32_t band = 1u << schedule.table.state.log2_band;
-    const std::uint32_t of_kind = task.index - schedule.table.first_tile() -
-                                  (d.shared != 0 ? 0 : schedule.table.shared_of_round());
-    const protocol::TilePair pair(tiles, tile_of_expert, of_kind & (band - 1), band,
-                                  kInstructionRows + 1);
-    // Two tiles together load 64 KB a stage for the pair. One tile with twice the weight rows would
-    // load 80 KB.
-    if (schedule.paired != 0 && pair.two) {
-      // This block of weight rows has a task for each of the two tiles. Each of these tasks now
-      // does half of the rows for both tiles, one tile per block of the pair.
-      d.two_tiles = 1;
-      d.block = (task.block << 1) + tile_of_expert - pair.first;
-      d.tile += pair.first + share - tile_of_expert;
-      tile_of_expert = pair.first + share;
-    }
-  }
-  d.first_row = tiles.begin(tile_of_expert);
-  d.rows = tiles.end(tile_of_expert) - d.first_row;
-  d.units = protocol::ceil_div(d.rows, kUnitRows);
-  d.one_tile = tiles.count == 1 ? 1 : 0;
-  if (d.shared == 0) {
-    d.list = schedule.list_of(d.expert) + d.first_row;
-  }
+  cut.tile = index - cut.first_tile;
+  cut.band = 1u << schedule.table.state.log2_band;
+  cut.of_band =
+      (task.index - (d.shared != 0 ? 0 : schedule.table.shared_of_round())) & (cut.band - 1);
+  cut.part = task.block;
   const bool first = task.kind == TaskKind::kGemm1;
-  d.kind = first ? TaskKind::kGemm1 : TaskKind::kGemm2;
   const int depth = first ? schedule.table.shape.hidden
                           : schedule.progress.experts.ffn(d.shared != 0).intermediate;
-  d.k_blocks = static_cast<std::uint32_t>(
-      protocol::ceil_div(depth * P::kNumerics.token_bytes(), kStageRowBytes));
-  if (const std::uint32_t log2 = first ? 0 : schedule.progress.work.log2_splits; log2 != 0) {
-    d.split = d.block & ((1u << log2) - 1);
-    d.block >>= log2;
-    d.first_k_block = d.k_blocks * d.split >> log2;
-    d.k_blocks = (d.k_blocks * (d.split + 1) >> log2) - d.first_k_block;
-  }
+  cut.k_blocks = static_cast<std::uint32_t>(protocol::ceil_div(depth, int{kStageColumns<P>}));
+  cut.log2_splits = first ? 0 : schedule.progress.work.log2_splits;
+  cut_task<P>(d, cut, schedule.paired, share);
+  if (d.shared == 0) d.list = schedule.list_of(d.expert) + d.first_row;
   return d;
 }
 
@@ -153,8 +129,8 @@ __device__ __forceinline__ void scheduler_role(const Schedule<P>& schedule,
   const std::uint32_t asked =
       shared_address(share == 0 ? &schedule.queue.block.demand : &schedule.queue.block.ticket_full);
   std::uint32_t heard = 0;
-  std::uint32_t index = 0;  // the number of tasks handed out
-  std::uint32_t told = 0;   // the number of tasks whose tiles are stored and published
+  std::uint32_t index = 0;      // the number of tasks handed out
+  std::uint32_t published = 0;  // the number of tasks whose tiles are stored and published
   const auto stamp = [&](TraceStamp which) {
     if (speaks) schedule.queue.trace.stamp(TraceRole::kScheduler, index, which);
   };
@@ -174,17 +150,17 @@ __device__ __forceinline__ void scheduler_role(const Schedule<P>& schedule,
   // Waits, and meanwhile publishes finished tiles, because what it waits for may depend on them.
   const auto await = [&](auto&& ready) {
     return wait_in_block<WarpPace>(schedule.life.waiter(), [&] {
-      const std::uint32_t slot = told % kTaskSlots;
+      const std::uint32_t slot = published % kTaskSlots;
       if (__all_sync(~0u, test_wait(shared_address(&schedule.queue.block.task_empty[slot]),
-                                    told / kTaskSlots % 2))) {
+                                    published / kTaskSlots % 2))) {
         const TileTask& task = schedule.queue.block.tasks[slot];
         // A block that has given up publishes nothing: it may not have stored its part.
-        if (P::kTeller == Teller::kScheduler && speaks && task.kind != TaskKind::kCombine &&
+        if (P::kPublisher == Publisher::kScheduler && speaks && task.kind != TaskKind::kCombine &&
             schedule.life.goes_on()) {
-          tell_stored(schedule.progress, task);
+          publish_stored(schedule.progress, task);
         }
         __syncwarp();
-        ++told;
+        ++published;
       }
       if (__all_sync(~0u, ready())) return true;
       if (P::kSchedulerRestNs != 0) __nanosleep(P::kSchedulerRestNs);
@@ -195,7 +171,7 @@ __device__ __forceinline__ void scheduler_role(const Schedule<P>& schedule,
   protocol::Workload work = workload_of(schedule);
   std::uint32_t ticket = blockIdx.x >> paired;
   // The first iteration is a rehearsal, while no role asks for a task.
-  for (std::uint32_t rehearsal = untold<1>();; rehearsal = 0) {
+  for (std::uint32_t rehearsal = opaque<1>();; rehearsal = 0) {
     if (rehearsal == 0) {
       // Tickets are taken as late as possible: a ticket taken is a task that no other block can do.
       if (!await([&] { return test_wait(asked, heard); })) return;
@@ -217,11 +193,11 @@ __device__ __forceinline__ void scheduler_role(const Schedule<P>& schedule,
           schedule.table.last_round()) {
         break;
       }
-      if (!next_round(await([&] { return told == index; }))) return;
+      if (!next_round(await([&] { return published == index; }))) return;
       work = workload_of(schedule);
       ticket = blockIdx.x >> paired;
     }
-    if (!await([&] { return index - told < kTaskSlots; })) return;
+    if (!await([&] { return index - published < kTaskSlots; })) return;
     if (speaks) schedule.queue.block.tasks[index % kTaskSlots] = task;
     __syncwarp();
     if (rehearsal != 0) continue;
@@ -230,7 +206,7 @@ __device__ __forceinline__ void scheduler_role(const Schedule<P>& schedule,
     }
     if (!goes_on()) break;
   }
-  await([&] { return told == index; });
+  await([&] { return published == index; });
 }
 
 }  // namespace switchyard::gpu

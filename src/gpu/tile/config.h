@@ -14,9 +14,8 @@ namespace switchyard::gpu {
 // The rows of a box of weights: each math warpgroup multiplies its half with one instruction. A
 // task has one box or several.
 inline constexpr int kTileRows = kInstructionRows * kMathGroups;
-// The bytes of each weight row and of each token in a stage.
+// The bytes of each token in a stage, and of each weight row of a type that is as wide.
 inline constexpr int kStageRowBytes = kSwizzleRowBytes;
-inline constexpr std::uint32_t kBoxBytes = kTileRows * kStageRowBytes;
 // Rows of gate, then as many rows of up, where a gated FFN's first matrices are interleaved.
 inline constexpr int kRowGroup = 8;
 // The unit, in rows, in which tokens come into the ring.
@@ -40,18 +39,31 @@ struct TileConfig {
   constexpr int max_height() const { return token_rows.max_height; }
 };
 
-// Weights and tokens have element types of their own. Scales are fp32. One scale covers scale_group
-// columns of a token, or scale_group x scale_group weights; 0: there are none.
-struct Numerics {
-  DType weight, token;
+// One side of the products: weights or tokens.
+struct Operand {
+  DType storage;  // of the elements in memory and in the ring
+  DType compute;  // of the elements that the matrix instruction takes
+  // An fp32 scale covers so many columns of a token, or so many rows and columns of weights; 0:
+  // there are no scales.
   int scale_group;
 
-  constexpr bool scaled() const { return scale_group != 0; }
-  constexpr int weight_bytes() const { return static_cast<int>(size_of(weight)); }
-  constexpr int token_bytes() const { return static_cast<int>(size_of(token)); }
-  // The columns of a stage. With a narrower weight type they would take fewer bytes of weights than
-  // of tokens.
+  constexpr int element_bytes() const { return static_cast<int>(size_of(storage)); }
+};
+struct Numerics {
+  Operand weight, token;
+
+  // Operands that are multiplied in the type that they are stored in.
+  static constexpr Numerics stored_as(DType type, int scale_group = 0) {
+    const Operand operand{type, type, scale_group};
+    return {operand, operand};
+  }
+  constexpr bool scaled() const { return token.scale_group != 0; }
+  constexpr int weight_bytes() const { return weight.element_bytes(); }
+  constexpr int token_bytes() const { return token.element_bytes(); }
+  // The columns of a stage: a token has kStageRowBytes of them. A weight row of a narrower type has
+  // fewer bytes.
   constexpr int stage_columns() const { return kStageRowBytes / token_bytes(); }
+  constexpr int weight_row_bytes() const { return stage_columns() * weight_bytes(); }
 };
 
 // Values that follow from a configuration. The functions of this room take it as a type C with
@@ -71,6 +83,9 @@ inline constexpr bool kTokenMajor = C::kTile.orientation == Orientation::kTokenM
 template <typename C>
 inline constexpr std::uint32_t kStageColumns =
     static_cast<std::uint32_t>(C::kNumerics.stage_columns());
+// The bytes of a stage in one box of weights.
+template <typename C>
+inline constexpr std::uint32_t kBoxBytes = kTileRows* C::kNumerics.weight_row_bytes();
 // True if the blocks of a pair may have different tiles and the same weights. Each then loads half
 // of the boxes.
 template <typename C>
@@ -115,7 +130,7 @@ struct StageLayout {
   static constexpr bool kFixed = kJoinedScales<C>;
   static constexpr bool kFixedCount = kFixed && !kLendsRing<C>;
   static constexpr bool kMayGather = gpu::kMayGather<C>;
-  static constexpr std::uint32_t kTokensAt = kBoxes<C> * kBoxBytes;
+  static constexpr std::uint32_t kTokensAt = kBoxes<C> * kBoxBytes<C>;
   static constexpr std::uint32_t bytes(std::uint32_t height) {
     return kTokensAt + (kFixed ? kMaxHeight<C> : height) * kStageRowBytes;
   }

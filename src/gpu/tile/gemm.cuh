@@ -2,8 +2,7 @@
 // stages: tile/load.cuh.
 #pragma once
 
-#include "gpu/tile/token_major.cuh"
-#include "gpu/tile/weight_major.cuh"
+#include "gpu/tile/finish.cuh"
 
 namespace switchyard::gpu {
 

@@ -68,7 +68,7 @@ __device__ __forceinline__ bool load_weights(const TilePipeline<C>& pipeline,
     if (rehearsal) break;
     on_stage(kb);
     const std::uint32_t full = ring.full_barrier(place.stage);
-    arrive_expect_bytes(full, kBoxes<C> * kBoxBytes + kScales);
+    arrive_expect_bytes(full, kBoxes<C> * kBoxBytes<C> + kScales);
     const int k = static_cast<int>((task.first_k_block + kb) * kStageColumns<C>);
 #pragma unroll
     for (int i = 0; i < kBoxes<C>; ++i) {
@@ -76,7 +76,7 @@ __device__ __forceinline__ bool load_weights(const TilePipeline<C>& pipeline,
       const bool both = with_two_tiles<C>(task);
       if (both && i != static_cast<int>(rank_in_pair())) continue;
       const int group = (static_cast<int>(task.block) * kBoxes<C> + i) * source.groups;
-      load_box(source.map, ring.weights(place.stage) + i * kBoxBytes, full, k,
+      load_box(source.map, ring.weights(place.stage) + i * kBoxBytes<C>, full, k,
                source.halves ? group : 0, source.halves ? 0 : group, static_cast<int>(task.expert),
                source.policy, both);
     }

@@ -28,7 +28,7 @@ class Multiplier {
         place_(place),
         group_(__reduce_max_sync(~0u, group)) {
     // In a pair, one lane per block signals that a stage is free.
-    const std::uint32_t lane = fresh_thread_index<32>();
+    const std::uint32_t lane = reread_thread_index<32>();
     if (lane > pipeline.paired || !pipeline.goes_on()) return;
     empty_ = pipeline.paired != 0 ? address_in_pair(ring_.empty, lane) : ring_.empty;
   }
@@ -63,7 +63,7 @@ class Multiplier {
   };
   __device__ __forceinline__ Operands operands() const {
     constexpr std::uint32_t kWeightStep = kShare == Share::kWeightRows ? kOperandBytes
-                                          : kShare == Share::kBox      ? kBoxBytes
+                                          : kShare == Share::kBox      ? kBoxBytes<C>
                                                                        : 0;
     constexpr std::uint32_t kTokenStep = kShare == Share::kTokens ? kOperandBytes : 0;
     return {
@@ -75,15 +75,15 @@ class Multiplier {
                                         bool accumulate) const {
     constexpr int kStepBytes = kInstructionBytes;
     constexpr bool kTokenRows = kShare != Share::kWeightRows;
-    const std::uint32_t weights = operands.weights + box * (kBoxBytes >> 4);
+    const std::uint32_t weights = operands.weights + box * (kBoxBytes<C> >> 4);
     const std::uint32_t a = kTokenRows ? operands.tokens : weights;
     const std::uint32_t b = kTokenRows ? weights : operands.tokens;
     cute::warpgroup_arrive();
 #pragma unroll
     for (int k = 0; k < kStageRowBytes / kStepBytes; ++k) {
-      multiply<C::kNumerics.token, N>(swizzled_descriptor(a + k * kStepBytes / 16),
-                                      swizzled_descriptor(b + k * kStepBytes / 16), sums,
-                                      accumulate || k != 0);
+      multiply<C::kNumerics.token.compute, N>(swizzled_descriptor(a + k * kStepBytes / 16),
+                                              swizzled_descriptor(b + k * kStepBytes / 16), sums,
+                                              accumulate || k != 0);
     }
     cute::warpgroup_commit_batch();
   }
@@ -135,24 +135,24 @@ class Multiplier {
 class StageCount {
  public:
   __device__ explicit StageCount(std::uint32_t k_blocks)
-      : left_(k_blocks), pause_(k_blocks - untold<1>()) {}
+      : left_(k_blocks), pause_(k_blocks - opaque<1>()) {}
   __device__ std::uint32_t left() const { return left_; }
   __device__ void next() { --left_; }
   __device__ bool pauses() const { return left_ == pause_; }
   // Calls started() at the first pause. True when no stage is left.
   template <typename Started>
   __device__ __forceinline__ bool ends(Started&& started) const {
-    if (fresh_) started();
+    if (at_start_) started();
     return left_ == 0;
   }
   __device__ void go_on() {
-    fresh_ = false;
+    at_start_ = false;
     pause_ = 0;
   }
 
  private:
   std::uint32_t left_, pause_;
-  bool fresh_ = true;
+  bool at_start_ = true;
 };
 
 // The K loop of a weight-major tile. `box`: which of a pair of boxes holds the scales of the task's
@@ -177,7 +177,8 @@ __device__ __forceinline__ void multiply_weight_major(const TilePipeline<C>& pip
       stage.await_stage(ready);
       stage.issue(operands, 0, part, false);
       stage.put_off_release(current);
-      const std::uint32_t scales = stage.ring().token_scales(current) + 8 * fresh_thread_index<4>();
+      const std::uint32_t scales =
+          stage.ring().token_scales(current) + 8 * reread_thread_index<4>();
       // The scales of this thread's first and second weight row.
       const float2 weights = load_shared_floats(stage.ring().weight_scales(current) + 8 * box);
       stage.await_products(part);
@@ -238,7 +239,7 @@ using TokenMajorSums = float[kTaskBoxes][kBoxColumns / 2];
 // The first of this warp's tokens in the tile.
 template <int kTaskBoxes>
 __device__ __forceinline__ std::uint32_t token_major_row() {
-  const std::uint32_t warp = fresh_thread_index<kThreads>() / 32 - kWarpgroup / 32;
+  const std::uint32_t warp = reread_thread_index<kThreads>() / 32 - kWarpgroup / 32;
   return (kTaskBoxes == 2 ? warp : warp % 4) * 16;
 }
 // The box of the task that acc[i] belongs to.
@@ -269,8 +270,8 @@ __device__ __forceinline__ void multiply_token_major(const TilePipeline<C>& pipe
   // Offsets of scale sets: from box to box if each has its own set, and from a box's first 64 rows
   // to its second if they meet.
   const std::uint32_t gate_step = meet ? 0 : kSetBytes, up = meet ? kSetBytes : 0;
-  const std::uint32_t scales0 =
-      ring.joined_scales(0, 0) + 4 * (token_major_row<kTaskBoxes>() + fresh_thread_index<32>() / 4);
+  const std::uint32_t scales0 = ring.joined_scales(0, 0) +
+                                4 * (token_major_row<kTaskBoxes>() + reread_thread_index<32>() / 4);
   float of[2][2];  // a box's scales, while its products are under way
   const auto load_scales = [&](int box) {
     const std::uint32_t gate = scales0 + place.stage * StageLayout<C>::kScaleBytes +

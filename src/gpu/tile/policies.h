@@ -20,8 +20,7 @@ struct PackedTiles {
 
 // Weight-major tiles of 16 to 256 tokens.
 struct BF16Tiles : PackedTiles {
-  static constexpr Numerics kNumerics{
-      .weight = DType::kBF16, .token = DType::kBF16, .scale_group = 0};
+  static constexpr Numerics kNumerics = Numerics::stored_as(DType::kBF16);
   static constexpr TileConfig kTile{.weight_rows = kTileRows,
                                     .token_rows = {256, 32, 16},
                                     .stages = kMaxStages,
@@ -35,8 +34,7 @@ struct BF16Tiles : PackedTiles {
 // The same tiles in fp16: the matrix instruction takes other operands, at the same rate. Its sums
 // are fp32, and so is everything behind it, up to the output.
 struct F16Tiles : BF16Tiles {
-  static constexpr Numerics kNumerics{
-      .weight = DType::kF16, .token = DType::kF16, .scale_group = 0};
+  static constexpr Numerics kNumerics = Numerics::stored_as(DType::kF16);
 };
 
 // Token-major tiles of 16 to 128 tokens and 256 weight rows, in E4M3 with scales: one for each
@@ -45,8 +43,7 @@ struct F16Tiles : BF16Tiles {
 // own accumulators, so tiles have half as many tokens. They have twice as many weight rows, which
 // for a gated FFN make 128 columns of h: the group that shares a scale.
 struct FP8Tiles : PackedTiles {
-  static constexpr Numerics kNumerics{
-      .weight = DType::kF8E4M3, .token = DType::kF8E4M3, .scale_group = kQuantGroup};
+  static constexpr Numerics kNumerics = Numerics::stored_as(DType::kF8E4M3, kQuantGroup);
   static constexpr TileConfig kTile{.weight_rows = 2 * kTileRows,
                                     .token_rows = {128, 128, 16},
                                     .stages = kMaxStages,

@@ -37,7 +37,7 @@ __device__ __forceinline__ void store_tile(std::uint32_t staging_base, std::uint
   constexpr int kTokens = kMerged ? 32 : C::kStagedTokens;
   static_assert(2 * kTokens * kVectors * 16 <= kStagingBytes<C>);
   const Staging<kTokens, kVectors> staging{staging_base};
-  const std::uint32_t thread = fresh_thread_index<kWarpgroup>();
+  const std::uint32_t thread = reread_thread_index<kWarpgroup>();
   const std::uint32_t warp = thread / 32, lane = thread % 32;
 #pragma unroll
   for (int first = 0; first < N; first += kTokens) {
@@ -74,7 +74,7 @@ struct WarpStaging {
   template <typename C>
   __device__ WarpStaging(const Epilogue<C>& epilogue, std::uint32_t group)
       : base(shared_address(epilogue.staging[group]) +
-             fresh_thread_index<kWarpgroup>() / 32 * kWarpStagedTokens * kSwizzleRowBytes) {
+             reread_thread_index<kWarpgroup>() / 32 * kWarpStagedTokens * kSwizzleRowBytes) {
     static_assert(kWarpStagedTokens * kSwizzleRowBytes * 4 <= kStagingBytes<C>);
   }
   __device__ std::uint32_t place(std::uint32_t token, std::uint32_t vector) const {
@@ -86,8 +86,8 @@ struct WarpStaging {
     __syncwarp();
 #pragma unroll
     for (std::uint32_t i = 0; i < kWarpStagedTokens / 4; ++i) {
-      const std::uint32_t token = 4 * i + fresh_thread_index<32>() / 8;
-      const std::uint32_t vector = fresh_thread_index<8>();
+      const std::uint32_t token = 4 * i + reread_thread_index<32>() / 8;
+      const std::uint32_t vector = reread_thread_index<8>();
       if (keep(token, vector))
         store_vector(to(token, vector), load_shared_vector(place(token, vector)));
     }

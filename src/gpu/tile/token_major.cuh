@@ -1,5 +1,5 @@
-// The epilogue of token-major tiles: what multiply_token_major() holds goes through a warp's own
-// part of shared memory into rows of tokens.
+// The places of the sums of token-major tiles, which multiply_token_major() makes, and their way
+// through a warp's own part of shared memory into rows of tokens.
 #pragma once
 
 #include "gpu/tile/activation.cuh"
@@ -10,76 +10,109 @@
 
 namespace switchyard::gpu {
 
-// Combines each sum with a number that the model has for its weight row, a column here: acc =
-// op(acc, number).
-template <typename Op>
-__device__ __forceinline__ void apply_columns(const float* vector, std::uint32_t column0,
-                                              std::uint32_t columns, float* acc, int num_octets,
-                                              Op&& op) {
-#pragma unroll
-  for (int n = 0; n < num_octets; ++n) {
-    const std::uint32_t column = column0 + 8 * n;
-    const float2 numbers =
-        column < columns ? __ldg(reinterpret_cast<const float2*>(vector + column)) : float2{0, 0};
-#pragma unroll
-    for (int i = 0; i < 4; ++i)
-      acc[4 * n + i] = op(acc[4 * n + i], i % 2 == 0 ? numbers.x : numbers.y);
-  }
-}
+// The interface is that of WeightMajorPlaces. With kGated each box has 64 columns of gate and the
+// same of up.
+template <int kTaskBoxes, bool kGated, typename C>
+class TokenMajorPlaces {
+ public:
+  using Sums = TokenMajorSums<kTaskBoxes>;
+  static constexpr int kOfBox = kBoxColumns / 2, kCount = kTaskBoxes * kOfBox;
+  static constexpr std::uint32_t kColumns = kGated ? kBoxColumns / 2 : kBoxColumns;  // of a box
 
-// Finishes the products of a first GEMM, up to the activation.
-template <int kTaskBoxes, bool kGated, typename C, typename FetchWeights>
-__device__ __forceinline__ void finish_products(const Epilogue<C>& epilogue, const TileTask& task,
-                                                std::uint32_t group, FetchWeights&& fetch_weights,
-                                                TokenMajorSums<kTaskBoxes>& acc) {
-  const ActivationParams& layer = epilogue.activation;
-  const FfnParams& ffn = epilogue.experts.ffn(task.shared != 0);
-  if (!ffn.more_of_first) return;
-  if (layer.weight_on_input && task.shared == 0) {
-    fetch_weights(group);
-    float weights[2];
+  __device__ TokenMajorPlaces(const TileTask& task, std::uint32_t group)
+      : group_(group),
+        column0_((task.block * 2 + token_major_box<kTaskBoxes>(0, group)) * kColumns) {}
+
+  __device__ static float& at(Sums& acc, int i) { return acc[i / kOfBox][i % kOfBox]; }
+  __device__ static constexpr bool of_up(int i) { return kGated && i % kOfBox >= kOfBox / 2; }
+
+  template <typename Each>
+  __device__ __forceinline__ void for_each(Each&& each) const {
+    const std::uint32_t lane = reread_thread_index<32>();
+    const std::uint32_t token = token_major_row<kTaskBoxes>() + lane / 4;
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      // Rows past the end have some weight or other; they are not stored.
-      weights[r] = epilogue.weight(
-          group, token_major_row<kTaskBoxes>() + fresh_thread_index<32>() / 4 + 8 * r);
-    }
-#pragma unroll
-    for (int i = 0; i < kTaskBoxes * kBoxColumns / 2; ++i) {
-      acc[i / (kBoxColumns / 2)][i % (kBoxColumns / 2)] *= weights[i / 2 % 2];
+    for (int i = 0; i < kCount; ++i) {
+      const std::uint32_t column =
+          column0_ + i / kOfBox * kColumns + i % kOfBox / 4 * 8 % kColumns + 2 * (lane % 4) + i % 2;
+      each(i, token + (i / 2 % 2 != 0 ? 8 : 0), column, of_up(i));
     }
   }
-  const auto intermediate = static_cast<std::uint32_t>(ffn.intermediate);
-  const std::size_t row0 = static_cast<std::size_t>(task.expert) * intermediate;
-  const auto for_columns = [&](const float* gate, const float* up, auto op) {
-    if (up == nullptr) return;
+  template <typename Op>
+  __device__ __forceinline__ void apply(const float* gate, const float* up, std::uint32_t columns,
+                                        Sums& acc, Op&& op) const {
+    constexpr int kOctets = kColumns / 8;
 #pragma unroll
     for (int box = 0; box < kTaskBoxes; ++box) {
-      constexpr std::uint32_t kBoxHidden = kGated ? kInstructionRows : kTileRows;  // columns of h
-      const std::uint32_t column =
-          (task.block * 2 + token_major_box<kTaskBoxes>(box, group)) * kBoxHidden +
-          2 * fresh_thread_index<4>();
-      if constexpr (kGated) {
-        apply_columns(gate + row0, column, intermediate, acc[box], 8, op);
-        apply_columns(up + row0, column, intermediate, acc[box] + 32, 8, op);
-      } else {
-        apply_columns(up + row0, column, intermediate, acc[box], 16, op);
-      }
-    }
-  };
-  for_columns(ffn.gate_scale, ffn.up_scale, [](float v, float scale) { return v * scale; });
-  for_columns(ffn.gate_bias, ffn.up_bias, [](float v, float bias) { return v + bias; });
-  if (kGated && layer.clamps) {
+      const std::uint32_t column = column0_ + box * kColumns + 2 * reread_thread_index<4>();
+      const auto apply_octets = [&](const float* vector, float* sums) {
 #pragma unroll
-    for (auto& box : acc) {
+        for (int n = 0; n < kOctets; ++n) {
+          const std::uint32_t first = column + 8 * n;
+          const float2 numbers = first < columns
+                                     ? __ldg(reinterpret_cast<const float2*>(vector + first))
+                                     : float2{0, 0};
 #pragma unroll
-      for (int i = 0; i < kBoxColumns / 2; ++i) {
-        box[i] = at_most(box[i], layer.limit);
-        if (i >= kBoxColumns / 4) box[i] = at_least(box[i], -layer.limit) + layer.up_bias;
-      }
+          for (int i = 0; i < 4; ++i)
+            sums[4 * n + i] = op(sums[4 * n + i], i % 2 == 0 ? numbers.x : numbers.y);
+        }
+      };
+      apply_octets(kGated ? gate : up, acc[box]);
+      if constexpr (kGated) apply_octets(up, acc[box] + kOfBox / 2);
     }
   }
-}
+  template <typename WeightOf>
+  __device__ __forceinline__ void weigh(Sums& acc, WeightOf&& weight_of) const {
+    const std::uint32_t token = token_major_row<kTaskBoxes>() + reread_thread_index<32>() / 4;
+    const float weights[] = {weight_of(token), weight_of(token + 8)};
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) at(acc, i) *= weights[i / 2 % 2];
+  }
+  __device__ __forceinline__ void activate(const ActivationForm& form, Sums& acc) const {
+#pragma unroll
+    for (auto& box : acc) activate_sums<kGated ? kOfBox / 2 : kOfBox, kOfBox, kGated>(form, box);
+  }
+  // (The sums are overwritten.)
+  template <typename Pack, typename RowOf>
+  __device__ __forceinline__ void store(const Epilogue<C>& epilogue, std::uint32_t rows,
+                                        std::uint32_t columns, Sums& acc, Pack&& pack,
+                                        RowOf&& row_of) const {
+    const std::uint32_t row0 = token_major_row<kTaskBoxes>();
+    const WarpStaging staging(epilogue, group_);
+    // Stores 64 columns at a time. The second box's sums take the place of the first's, which costs
+    // less than fetching the same code again.
+    std::uint32_t column = column0_;
+#pragma unroll 1
+    for (std::uint32_t left = opaque<kTaskBoxes>();;) {
+#pragma unroll
+      for (int part = 0; part < (kGated ? 2 : 4); ++part) {
+        const std::uint32_t row = row0 + part % 2 * kWarpStagedTokens;
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+          const auto octet = [&](int n) {
+            return pack(acc[0] + 4 * (part / 2 * 8 + 4 * j + n) + part % 2 * 2);
+          };
+          const std::uint32_t lane = reread_thread_index<32>();
+          store_matrices<false>(staging.place(lane % 8, 4 * j + lane / 8), octet(0), octet(1),
+                                octet(2), octet(3));
+        }
+        staging.drain(
+            [&](std::uint32_t token, std::uint32_t vector) {
+              return row + token < rows && column + 8 * vector < columns;
+            },
+            [&](std::uint32_t token, std::uint32_t vector) {
+              return row_of(row + token) + column + 8 * vector;
+            });
+        if (part % 2 == 1) column += 64;
+      }
+      if (--left == 0) break;
+#pragma unroll
+      for (int i = 0; i < kOfBox; ++i) acc[0][i] = acc[kTaskBoxes - 1][i];
+    }
+  }
+
+ private:
+  std::uint32_t group_, column0_;
+};
 
 // Quantizes a group of 128 columns of h, or the warpgroup's half of it, from bf16 to codes and
 // scales. values[n][r]: columns 8 n + 2 t and the next of the lane's first and second token, from
@@ -94,7 +127,7 @@ __device__ __forceinline__ void store_codes(const Epilogue<C>& epilogue, const T
   const auto intermediate =
       static_cast<std::uint32_t>(epilogue.experts.ffn(task.shared != 0).intermediate);
   const std::uint32_t row0 = token_major_row<kTaskBoxes>(), slot = task.tile % layer.h_slots;
-  const std::uint32_t t = fresh_thread_index<4>();
+  const std::uint32_t t = reread_thread_index<4>();
   const WarpStaging staging(epilogue, group);
   float most[2];
 #pragma unroll
@@ -113,7 +146,7 @@ __device__ __forceinline__ void store_codes(const Epilogue<C>& epilogue, const T
   if constexpr (kHalf) {
     // The other warpgroup has the other half.
     auto* const shared = epilogue.most;
-    const std::uint32_t row = row0 + fresh_thread_index<32>() / 4;
+    const std::uint32_t row = row0 + reread_thread_index<32>() / 4;
     if (t < 2) shared[group][row + 8 * t] = t == 0 ? most[0] : most[1];
     named_barrier<kMathGroups * kWarpgroup>(kBothGroups);
 #pragma unroll
@@ -121,11 +154,11 @@ __device__ __forceinline__ void store_codes(const Epilogue<C>& epilogue, const T
     // After this barrier the next tile's maxima may be written.
     named_barrier<kMathGroups * kWarpgroup>(kBothGroups);
   }
-  const std::uint32_t staged = fresh_thread_index<32>() / 4;
+  const std::uint32_t staged = reread_thread_index<32>() / 4;
   const std::size_t to = std::size_t{slot} * kMaxHeight<C> * layer.h_stride + column0;
   // The second token's values take the place of the first's, which halves the code.
 #pragma unroll 1
-  for (std::uint32_t left = untold<2>(), row = row0;;) {
+  for (std::uint32_t left = opaque<2>(), row = row0;;) {
     const GroupScale scale = group_scale(most[0]);
     if (t == 0 && row + staged < task.rows && column0 < intermediate && (!kHalf || group == 0)) {
       layer.h_scales[(std::size_t{slot} * layer.h_groups + column0 / kQuantGroup) * kMaxHeight<C> +
@@ -136,7 +169,7 @@ __device__ __forceinline__ void store_codes(const Epilogue<C>& epilogue, const T
       // Columns 2 t and 2 t + 1, and the same plus 8, of 16. Four lanes exchange them: four
       // neighbouring columns for each.
       const std::uint32_t codes = quantize(values[2 * p][0], values[2 * p + 1][0], scale.inverse);
-      const std::uint32_t from = fresh_thread_index<32>() / 4 * 4 + t % 2 * 2;
+      const std::uint32_t from = reread_thread_index<32>() / 4 * 4 + t % 2 * 2;
       const std::uint32_t low = __shfl_sync(~0u, codes, from);
       const std::uint32_t high = __shfl_sync(~0u, codes, from + 1);
       store_shared_word(staging.place(staged, p) + 4 * t,
@@ -159,12 +192,10 @@ __device__ __forceinline__ void store_codes(const Epilogue<C>& epilogue, const T
 }
 
 // Stores a first GEMM's tile: h, as codes and scales.
-template <int kTaskBoxes, bool kSilu, bool kGated, typename C, typename FetchWeights>
-__device__ __forceinline__ void finish_hidden(const Epilogue<C>& epilogue, const TileTask& task,
-                                              std::uint32_t group, const HiddenSlots<C>& to_slots,
-                                              FetchWeights&& fetch_weights,
-                                              TokenMajorSums<kTaskBoxes>& acc) {
-  finish_products<kTaskBoxes, kGated>(epilogue, task, group, fetch_weights, acc);
+template <int kTaskBoxes, bool kSilu, bool kGated, typename C>
+__device__ __forceinline__ void store_hidden(const Epilogue<C>& epilogue, const TileTask& task,
+                                             std::uint32_t group, const HiddenSlots<C>& to_slots,
+                                             TokenMajorSums<kTaskBoxes>& acc) {
   const HiddenValues<kSilu, kGated, kBoxColumns / 4> value(epilogue.activation.form);
 #pragma unroll
   for (auto& box : acc) value.template prepare<kBoxColumns / 2>(box);
@@ -197,72 +228,6 @@ __device__ __forceinline__ void finish_hidden(const Epilogue<C>& epilogue, const
           epilogue, task, to_slots.layer, group,
           (task.block * 2 + token_major_box<kTaskBoxes>(i, group)) * kQuantGroup, values);
     }
-  }
-}
-
-// Applies the scales and biases of a second GEMM.
-template <int kTaskBoxes, typename C>
-__device__ __forceinline__ void finish_sums(const Epilogue<C>& epilogue, const TileTask& task,
-                                            std::uint32_t group, TokenMajorSums<kTaskBoxes>& acc) {
-  const FfnParams& ffn = epilogue.experts.ffn(task.shared != 0);
-  const auto hidden = static_cast<std::uint32_t>(epilogue.shape.hidden);
-  const std::uint32_t column0 =
-      (task.block * 2 + token_major_box<kTaskBoxes>(0, group)) * kBoxColumns;
-  const auto for_columns = [&](const float* vector, auto op) {
-    if (vector == nullptr) return;
-#pragma unroll
-    for (int box = 0; box < kTaskBoxes; ++box) {
-      apply_columns(vector + static_cast<std::size_t>(task.expert) * hidden,
-                    column0 + box * kBoxColumns + 2 * fresh_thread_index<4>(), hidden, acc[box], 16,
-                    op);
-    }
-  };
-  if (!ffn.more_of_second) return;
-  for_columns(ffn.down_scale, [](float v, float scale) { return v * scale; });
-  for_columns(ffn.down_bias, [](float v, float bias) { return v + bias; });
-}
-
-// Stores a second GEMM's tile in bf16: row_of(token) is where the token's row goes.
-template <int kTaskBoxes, typename C, typename Row>
-__device__ __forceinline__ void finish_rows(const Epilogue<C>& epilogue, const TileTask& task,
-                                            std::uint32_t group, Row&& row_of,
-                                            TokenMajorSums<kTaskBoxes>& acc) {
-  finish_sums<kTaskBoxes>(epilogue, task, group, acc);
-  const auto hidden = static_cast<std::uint32_t>(epilogue.shape.hidden);
-  const std::uint32_t column0 =
-      (task.block * 2 + token_major_box<kTaskBoxes>(0, group)) * kBoxColumns;
-  const std::uint32_t row0 = token_major_row<kTaskBoxes>();
-  const WarpStaging staging(epilogue, group);
-  // Stores 64 columns at a time. The second box's sums take the place of the first's, which costs
-  // less than fetching the same code again.
-  std::uint32_t column = column0;
-#pragma unroll 1
-  for (std::uint32_t left = untold<kTaskBoxes>();;) {
-#pragma unroll
-    for (int part = 0; part < 4; ++part) {
-      const std::uint32_t row = row0 + part % 2 * kWarpStagedTokens;
-#pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        const auto octet = [&](int n) {
-          const float* const sums = acc[0] + 4 * (part / 2 * 8 + 4 * j + n) + part % 2 * 2;
-          return pack_bf16(sums[0], sums[1]);
-        };
-        const std::uint32_t lane = fresh_thread_index<32>();
-        store_matrices<false>(staging.place(lane % 8, 4 * j + lane / 8), octet(0), octet(1),
-                              octet(2), octet(3));
-      }
-      staging.drain(
-          [&](std::uint32_t token, std::uint32_t vector) {
-            return row + token < task.rows && column + 8 * vector < hidden;
-          },
-          [&](std::uint32_t token, std::uint32_t vector) {
-            return row_of(row + token) + column + 8 * vector;
-          });
-      if (part % 2 == 1) column += 64;
-    }
-    if (--left == 0) break;
-#pragma unroll
-    for (int i = 0; i < kBoxColumns / 2; ++i) acc[0][i] = acc[kTaskBoxes - 1][i];
   }
 }
 

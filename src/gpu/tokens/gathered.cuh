@@ -3,7 +3,7 @@
 // puts three empty shared-memory loads before each cp.async.)
 #pragma once
 
-#include "gpu/exchange/copy_row.cuh"
+#include "gpu/pipeline/copy_row.cuh"
 #include "gpu/route/lists.cuh"
 #include "gpu/schedule/progress.cuh"
 #include "gpu/tile/epilogue.cuh"

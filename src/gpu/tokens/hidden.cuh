@@ -27,7 +27,7 @@ class StoredPart {
       group_ = task.block / kBlocks;
       rows_ = task.rows;
       shared_ = task.shared != 0;
-      if (fresh_thread_index<kWarpgroup>() != 0) return;
+      if (reread_thread_index<kWarpgroup>() != 0) return;
       before_ = fetch_add_released_gpu(progress_.parts_stored(tile_, group_), 1u << shift());
     }
   }
@@ -36,7 +36,7 @@ class StoredPart {
     if constexpr (kExists) {
       if (rows_ == 0) return;
       const FfnParams& ffn = progress_.experts.ffn(shared_);
-      const std::uint32_t thread = fresh_thread_index<kWarpgroup>();
+      const std::uint32_t thread = reread_thread_index<kWarpgroup>();
       const std::uint32_t parts =
           kMathGroups * min(kBlocks, progress_.tasks(ffn.gemm1_rows) - group_ * kBlocks);
       const bool last = thread == 0 && (before_ >> shift() & 15) + 1 == parts;

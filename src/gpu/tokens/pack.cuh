@@ -80,7 +80,7 @@ __device__ __forceinline__ void copy_by_warp(const Packing<P>& packing, const Ro
   };
   if constexpr (kScaled<P>) {
     // Load the first scales together with the values, not after them.
-    const std::uint32_t lane = fresh_thread_index<32>();
+    const std::uint32_t lane = reread_thread_index<32>();
     const std::uint32_t groups = part.index == 0 ? packing.tokens.x_groups : 0;
     const float first = lane < groups ? __ldcg(row.scales + lane) : 0;
     copy_values();
@@ -103,7 +103,7 @@ __device__ __forceinline__ bool copy_by_engine(const Packing<P>& packing, const 
                                                std::uint32_t turns) {
   const auto bytes =
       static_cast<std::uint32_t>(packing.exchange.shape.hidden * P::kNumerics.token_bytes());
-  const std::uint32_t lane = fresh_thread_index<32>();
+  const std::uint32_t lane = reread_thread_index<32>();
   const std::uint32_t full = shared_address(packing.block.full);
   const std::uint32_t buffers = shared_address(packing.block.pieces);
   struct Step {
@@ -188,7 +188,7 @@ __device__ __forceinline__ bool pack_rows(const Packing<P>& packing, std::uint32
                                           std::uint32_t begin, std::uint32_t end,
                                           const RowPart& part = {}) {
   // Computed again wherever it is needed, like `mine`, because registers are few.
-  const auto lane = [] { return fresh_thread_index<32>(); };
+  const auto lane = [] { return reread_thread_index<32>(); };
   const auto of_warp = [&] {  // the number of the pack warp's group
     return *static_cast<const volatile std::uint32_t*>(&packing.block.pack_row) /
            (kRows * gridDim.x);
@@ -201,14 +201,14 @@ __device__ __forceinline__ bool pack_rows(const Packing<P>& packing, std::uint32
   // are few.
   constexpr std::uint32_t kNone = ~0u;
   std::uint32_t place = kNone, list = 0;
-  const auto told_anew = [](std::uint32_t& word) {
+  const auto reload = [](std::uint32_t& word) {
     asm volatile("" : "+r"(word));
     return word;
   };
-  const auto mine = [&] { return told_anew(place) != kNone; };
+  const auto mine = [&] { return reload(place) != kNone; };
   const auto tile_of = [&] { return place / kMaxHeight<P>; };
-  const auto expert = [&] { return ExpertSource::expert(told_anew(list)); };
-  const auto distance = [&] { return ExpertSource::distance(told_anew(list)); };
+  const auto expert = [&] { return ExpertSource::expert(reload(list)); };
+  const auto distance = [&] { return ExpertSource::distance(reload(list)); };
   // The row's position in the source's list. For rows of this rank it becomes the token as soon as
   // that is known.
   std::uint32_t position = row - packing.table.shared_row();
@@ -277,7 +277,7 @@ __device__ __forceinline__ bool pack_rows(const Packing<P>& packing, std::uint32
           packing.exchange.tokens.row_scales + position * packing.exchange.tokens.row_scale_stride;
     } else {
       copy.values =
-          packing.exchange.layer.heap.pool(packing.exchange.layer.mine, distance(), position);
+          packing.exchange.layer.heap.pool(distance(), position).in(packing.exchange.layer.mine);
       copy.scales =
           reinterpret_cast<const float*>(copy.values + packing.exchange.layer.heap.scale_offset());
     }
@@ -375,7 +375,7 @@ __device__ __forceinline__ std::uint32_t pack_own_tokens(const Packing<P>& packi
   };
   OwnSlot own = find_slot();
 #pragma unroll 1
-  for (std::uint32_t rehearsal = untold<1>();;) {
+  for (std::uint32_t rehearsal = opaque<1>();;) {
     // The rows are those of first_rows(). These warps do not wait until it can be called.
     const std::uint32_t tiles = first_tiles(packing), rows = first_rows_at_least(packing);
     const std::uint32_t bytes = rehearsal != 0 ? 0 : row_bytes;
