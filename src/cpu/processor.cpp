@@ -175,7 +175,7 @@ void Processor::send_tokens(Pass& pass, int peer, std::uint32_t chunk, To& to) {
       if (protocol::fetch_add(unsent, ~std::uint32_t{0}) != 1) return;
       layer_.step(Step::kArrived, owner, pass.epoch);
       if (trace_ != nullptr) {
-        trace_->tell(TraceKind::kSend, owner, -1, layer_.expert_of(expert), 0);
+        trace_->set_subject(TraceKind::kSend, owner, -1, layer_.expert_of(expert), 0);
       }
       to.signal(
           owner,
@@ -350,8 +350,8 @@ void Processor::gemm2(Pass& pass, Tile& tile, std::uint32_t tile_index, std::uin
     if (protocol::fetch_add(unfinished, ~rows + 1) != rows) return;
     layer_.step(Step::kFinished, source, pass.epoch);
     if (trace_ != nullptr) {
-      trace_->tell(TraceKind::kSignal, source, static_cast<std::int32_t>(tile_index),
-                   layer_.expert_of(tile.expert), static_cast<std::int32_t>(tile.rows));
+      trace_->set_subject(TraceKind::kSignal, source, static_cast<std::int32_t>(tile_index),
+                          layer_.expert_of(tile.expert), static_cast<std::int32_t>(tile.rows));
     }
     std::uint32_t* const finished = layer_.heap.finished(static_cast<std::uint32_t>(tile.expert))
                                         .in(layer_.heaps().base[source]);

@@ -52,8 +52,8 @@ class alignas(64) ThreadTrace {
   }
   // Records that `peer` is about to be told of a result; called after complete(). The rest of the
   // task is in no event.
-  void tell(TraceKind kind, std::int32_t peer, std::int32_t tile, std::int32_t expert,
-            std::int32_t rows) {
+  void set_subject(TraceKind kind, std::int32_t peer, std::int32_t tile, std::int32_t expert,
+                   std::int32_t rows) {
     TraceEvent event = current_;
     event.kind = kind;
     event.wait = TraceWait::kNothing;

@@ -390,7 +390,7 @@ bool measure(Profile& profile, const Kernel& kernel, const MeasureOptions& optio
   std::uint64_t left = timings_left(profile);
   progress.done = progress.total - left;
   std::uint64_t timed = 0;
-  const auto tell = [&](const Model* next) {
+  const auto report_progress = [&](const Model* next) {
     progress.model = next;
     progress.seconds = clock() - begin;
     progress.seconds_left = timed == 0 ? 0
@@ -415,7 +415,7 @@ bool measure(Profile& profile, const Kernel& kernel, const MeasureOptions& optio
     }
     for (std::size_t c = 0; c < point.times_us.size() && in_time; ++c) {
       if (point.times_us[c] != kNotTimed) continue;
-      tell(&profile.models[point.model]);
+      report_progress(&profile.models[point.model]);
       in_time = progress.seconds < options.budget_seconds;
       if (!in_time) break;
       try {
@@ -431,7 +431,7 @@ bool measure(Profile& profile, const Kernel& kernel, const MeasureOptions& optio
     if (changed) keep();
     if (!in_time) break;
   }
-  tell(nullptr);
+  report_progress(nullptr);
   if (timed == 0) keep();
   return progress.done == progress.total;
 }

@@ -344,8 +344,8 @@ TEST(CpuTrace, WordsEndTheEventOfTheirTask) {
   trace.set_free();
   trace.begin(gemm2);
   trace.complete();
-  trace.tell(TraceKind::kSignal, 1, 3, 9, 70);
-  trace.tell(TraceKind::kSignal, 2, 3, 9, 70);
+  trace.set_subject(TraceKind::kSignal, 1, 3, 9, 70);
+  trace.set_subject(TraceKind::kSignal, 2, 3, 9, 70);
   trace.end();
   ASSERT_EQ(trace.events().size(), 3u);
   const TraceEvent &task = trace.events()[0], &first = trace.events()[1],
