@@ -279,12 +279,12 @@ class MoeLayer {
   // or on streams that wait for each other. The same input gives the same bits, on every repetition
   // and however many ranks share the experts (with kCuda, where routing is given, because what its
   // gate sums up in parts depends on how many tokens a rank has, and where Schedule::small_tokens
-  // is 0, because passes of few tokens on one GPU add in another order); in FP8, activations and what
-  // quantising them as above makes of them give the same bits, too. Throws Error{kInvalidArgument,
-  // kShapeMismatch, kDTypeMismatch, kCapacityExceeded} before anything is sent if the input is
-  // unusable; TimeoutError{kTimeout} if a rank did not do its part within the deadline,
-  // TimeoutError{kAborted} if another rank noticed first. After either the layer is dead and every
-  // later call throws again; the world lives, and can make another.
+  // is 0, because passes of few tokens on one GPU add in another order); in FP8, activations and
+  // what quantising them as above makes of them give the same bits, too. Throws
+  // Error{kInvalidArgument, kShapeMismatch, kDTypeMismatch, kCapacityExceeded} before anything is
+  // sent if the input is unusable; TimeoutError{kTimeout} if a rank did not do its part within the
+  // deadline, TimeoutError{kAborted} if another rank noticed first. After either the layer is dead
+  // and every later call throws again; the world lives, and can make another.
   //
   // With kCuda the ids given for tokens and experts are checked on the device. An error found
   // there, a bad id (Error{kInvalidArgument}, unless LayerOptions::bad_ids is kSkip; such slots are
