@@ -156,6 +156,12 @@ def panels_of(rows):
     return len({(row["suite"], *(row.get(key) for key in keys)) for row in rows})
 
 
+def ladder_figures(rows):
+    """Of each number of ranks and GPUs: the means, and a chart of each case."""
+    worlds = [(row["ranks"], row["gpus"], row["stand_in"]) for row in rows]
+    return len(set(worlds)) + len({(world, row["case"]) for world, row in zip(worlds, rows)})
+
+
 def check(seen, page, figures):
     require(not seen["problem"], f"{page}: {seen['problem']}")
     require(seen["figures"] == seen["charts"] == figures, f"{page}: {seen['charts']} charts, not {figures}")
@@ -191,10 +197,12 @@ def main():
             return SKIPPED
 
         rows = [row for path in files for row in json.loads(path.read_text())]
-        suites = {row["suite"] for row in rows}
+        layers = [row for row in rows if "rung" not in row]
+        suites = {row["suite"] for row in layers}
         loads = [row for row in rows if "expert_load" in row]
         ranks = 2
-        figures = panels_of(rows) + 2 * len(suites) + panels_of(loads) + ranks
+        figures = panels_of(layers) + 2 * len(suites) + panels_of(loads) + ranks
+        figures += ladder_figures([row for row in rows if "rung" in row])
 
         browser = Browser(program, directory)
         light = browser.probe(page, 1280)

@@ -306,11 +306,13 @@ function heatMap(rows, most) {
     groups(ofLayer, (row) => row.variant).map(([variant, cells]) => ({ layer, variant, cells })));
   const variantLength = Math.max(...lines.map((line) => line.variant.length));
   const layerLength = Math.max(...lines.map((line) => line.layer.length));
-  const width = 620, gap = named ? 10 : 0, top = 8;
+  const gap = named ? 10 : 0, top = 8;
   // As high as the roofline beside it, if that makes legible cells.
   const cellHeight = Math.min(Math.max((330 - gap * (layers.length - 1)) / lines.length, 22), 60);
   const variantWidth = named ? variantLength * kLabelCharacter + 8 : 0;
   const left = layerLength * kLabelCharacter + 14 + variantWidth;
+  // Wider where long names leave no room for the numbers.
+  const width = Math.max(620, left + 8 + 36 * tokens.length);
   const cellWidth = (width - left - 8) / tokens.length;
   const heightOf = lines.length * cellHeight + (layers.length - 1) * gap;
   const height = top + heightOf + 40 + 40;
