@@ -1,0 +1,180 @@
+#!/usr/bin/env python3
+"""FlashInfer's moe_ep for SM90 that pushes (several launches, CUDA IPC), at points of suites ep_fp8 and ep_bf16.
+
+    flashinfer_push.py --dtype bf16 --ranks 4 --json FILE [--models v4-flash-routed,v3-routed] [--tokens 8,64]
+
+Version 0.7.2.post1, with the defaults of its configurations. fp8: sm90_fp8_fp8_bf16_push_cuda, whose input is
+quantised in dispatch, and whose results come back in FP8, summed per rank; its first product is fused with the
+activation (--fused 1) or not (0). bf16: sm90_bf16_bf16_bf16_push_cake, whose results come back in bf16, summed per
+rank. A token goes once to each rank. Timed as mega_moe.py times; one copy of the weights, since each pass touches
+more than the L2 cache holds.
+"""
+
+import argparse
+import json
+import os
+import pathlib
+import statistics
+import sys
+import tempfile
+import time
+
+import mega_moe
+import torch
+import torch.distributed as dist
+
+NAMES = {"fp8": "FlashInfer 0.7.2.post1 push FP8", "bf16": "FlashInfer 0.7.2.post1 push BF16"}
+BOUNDS = {"fp8": mega_moe.BOUND, "bf16": 0.02}  # of the error over the norm
+
+
+def interleaved(weights, intermediate):
+    """[gate | up] in turns of 128 rows, as its fused first product wants them."""
+    values, scales = weights
+    each, n, k = values.shape
+    turns = intermediate // 128
+    return (values.view(each, 2, turns, 128, k).transpose(1, 2).reshape(each, n, k).contiguous(),
+            scales.view(each, 2, turns, k // 128).transpose(1, 2).reshape(each, n // 128, k // 128).contiguous())
+
+
+def random_bf16(experts, n, k):
+    values = torch.empty((experts, n, k), dtype=torch.bfloat16, device="cuda")
+    for e in range(experts):
+        values[e] = torch.randn((n, k), device="cuda") * k**-0.5
+    return values
+
+
+class Layer(mega_moe.Layer):
+    """The weights alone: without DeepGEMM's copies."""
+
+    def __init__(self, shape, rank, ranks, dtype):
+        self.dtype = dtype
+        self.hidden, self.intermediate, self.experts, self.top_k = shape
+        each = self.experts // ranks
+        self.first = rank * each
+        torch.manual_seed(rank + 1)
+        make = mega_moe.random_weights if dtype == "fp8" else random_bf16
+        self.up = make(each, 2 * self.intermediate, self.hidden)
+        self.down = make(each, self.hidden, self.intermediate)
+
+    def matrix(self, which, e):
+        return super().matrix(which, e) if self.dtype == "fp8" else which[e].float()
+
+
+def runner_of(push, layer, args, fused, rank):
+    """The pipe and the runner that plays passes over it."""
+    from flashinfer.comm.mnnvl import TorchDistBackend
+
+    fp8 = args.dtype == "fp8"
+    wire = (push.Sm90PushPayload.FP8, push.Sm90PushCombine.FP8) if fp8 else (push.Sm90PushPayload.BF16, push.Sm90PushCombine.BF16)
+    pipe = push.Sm90PushPipe(
+        ep_size=args.ranks, rank=rank, num_local_experts=layer.experts // args.ranks, hidden_size=layer.hidden,
+        top_k=layer.top_k, token_capacity=max(args.tokens), device_index=rank, comm_backend=TorchDistBackend(),
+        config=push.Sm90PushConfig(payload_dtype=wire[0], combine_dtype=wire[1], fuse_act=True, capacity_factor=1.0,
+                                   dedup_dispatch=True, grouped_combine=fp8, fuse_fc1_epilogue=fp8 and bool(fused)),
+        out_dtype=torch.bfloat16)
+    if fp8:
+        up = interleaved(layer.up, layer.intermediate) if fused else layer.up
+        return push.Sm90PushMoERunner(pipe, push.Sm90PushWeights(*up, *layer.down, w13_interleaved=bool(fused)))
+    import flashinfer.moe_ep.kernel_src.sm90.cake_bf16_megamoe as cake
+
+    return cake.Sm90CakeBf16MoERunner(pipe, cake.make_sm90_cake_bf16_weights(layer.up, layer.down))
+
+
+def rank_main(rank, args, rendezvous):
+    import flashinfer.moe_ep.kernel_src.sm90.push_style_megamoe as push
+    from flashinfer.comm.mnnvl import SymmDeviceMemory
+
+    def refuse(*_):
+        raise RuntimeError("NVLink multicast must stay off here")
+
+    SymmDeviceMemory._setup_multicast = refuse  # the pipe does not ask for it
+
+    torch.cuda.set_device(rank)
+    dist.init_process_group("nccl", init_method=f"file://{rendezvous}", rank=rank, world_size=args.ranks,
+                            device_id=torch.device("cuda", rank))
+    properties = torch.cuda.get_device_properties(0)
+    machine = f"{args.ranks} x {properties.name}, {properties.multi_processor_count} SMs, CUDA {torch.version.cuda}"
+    rows, wrong, began = [], 0, time.monotonic()
+    for model in args.models:
+        shape = mega_moe.MODELS[model]
+        hidden, intermediate, experts, top_k = shape
+        layer = Layer(shape, rank, args.ranks, args.dtype)
+        for fused in args.fused:
+            runner = runner_of(push, layer, args, fused, rank)
+            if rank == 0:
+                print(f"{model}, fused {fused}: ready at {time.monotonic() - began:.0f} s", flush=True)
+            for tokens in args.tokens:
+                torch.manual_seed(1000 * tokens + rank)
+                x = torch.randn((tokens, hidden), device="cuda").bfloat16()
+                ids = torch.rand((tokens, experts), device="cuda").topk(top_k).indices.to(torch.int32).contiguous()
+                weights = torch.rand((tokens, top_k), device="cuda")
+                s = min(tokens, 2)
+                expected = layer.expected(x[:s].contiguous(), ids[:s].contiguous(), weights[:s].contiguous(), args.ranks)[rank]
+                out = torch.full_like(x, float("nan"))
+
+                def forward(_):
+                    runner.stage_inputs(x, ids, weights)
+                    runner.compute(output=out)
+
+                forward(0)
+                torch.cuda.synchronize()
+                error = torch.nan_to_num((out[:s].float() - expected).norm() / expected.norm(), nan=float("inf"))
+                dist.all_reduce(error, op=dist.ReduceOp.MAX)
+                times = mega_moe.timed(forward, lambda us: int(min(60, max(12, 60e3 / (us * mega_moe.PASSES)))))
+                if rank != 0:
+                    continue
+                verdict = "ok" if error.item() <= BOUNDS[args.dtype] else "WRONG"
+                print(f"{model:<16} {tokens:>5} tokens  fused {fused}  {statistics.median(times):>9.1f} us  error "
+                      f"{error.item():.2e} {verdict}  at {time.monotonic() - began:.0f} s", flush=True)
+                if error.item() > BOUNDS[args.dtype]:
+                    wrong = 1
+                    continue
+                rows.append({
+                    "suite": "ep_" + args.dtype, "machine": machine, "command": args.command, "model": model, "hidden": hidden,
+                    "intermediate": intermediate, "experts": experts, "top_k": top_k, "dtype": args.dtype, "compute": args.dtype,
+                    "ranks": args.ranks, "tokens_per_rank": tokens, "beta": 1.0, "rival": NAMES[args.dtype], "fused": bool(fused),
+                    "rival_us": round(statistics.median(times), 2), "rival_p10_us": round(mega_moe.percentile(times, 0.1), 2),
+                    "rival_p90_us": round(mega_moe.percentile(times, 0.9), 2), "rival_error": error.item(),
+                    "rival_times_us": [round(t, 2) for t in times],
+                })
+                if args.json:
+                    partial = args.json.with_suffix(".partial")
+                    partial.write_text("[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n")
+                    partial.replace(args.json)
+            runner.destroy()
+            del runner
+            torch.cuda.empty_cache()
+            dist.barrier()
+        del layer
+    dist.destroy_process_group()
+    if wrong:
+        sys.exit(1)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    numbers = lambda text: [int(word) for word in text.split(",")]
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--dtype", choices=["fp8", "bf16"], default="fp8")
+    parser.add_argument("--models", type=lambda text: text.split(","), default=["v4-flash-routed", "v3-routed"])
+    parser.add_argument("--tokens", type=numbers, default=[8, 64, 512, 2048, 8192])
+    parser.add_argument("--fused", type=numbers, default=[1], help="1: the first product with the activation; 0: without")
+    parser.add_argument("--json", type=pathlib.Path)
+    args = parser.parse_args()
+    if args.dtype == "bf16":
+        args.fused = [1]
+    args.command = "flashinfer_push.py " + " ".join(sys.argv[1:])
+    # A program that uses NVLink multicast can put the host's GPUs out of service.
+    for name, value in (("NCCL_NVLS_ENABLE", "0"), ("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1"), ("NVSHMEM_DISABLE_NVLS", "1")):
+        if os.environ.get(name) != value:
+            sys.exit(f"flashinfer_push.py: {name} must be {value}")
+    with tempfile.TemporaryDirectory() as directory:
+        try:
+            torch.multiprocessing.spawn(rank_main, (args, f"{directory}/rendezvous"), nprocs=args.ranks)
+        except torch.multiprocessing.ProcessExitedException as ended:
+            return ended.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,257 @@
+#!/usr/bin/env python3
+"""sgl-deep-gemm's SM90 mega MoE (FP8, one kernel) at the points of suite ep_fp8, a process for each GPU.
+
+    mega_moe.py --ranks 4 --json FILE [--models v4-flash-routed,v3-routed] [--tokens 1,8,64]
+
+Timed as `switchyard bench` times ours: passes in a CUDA graph over copies of the weights in turn, so that no
+weight is read from the cache; a pass that is not timed goes ahead, so that ranks begin together; the slowest
+rank's time of each repetition. Experts are chosen evenly at random. Two ways:
+
+- anew: the input is bf16 and quantised in every pass (mega_moe_pre_dispatch_sm90), as our layer does.
+- in place: the quantised input lies in the kernel's buffer already. Less work than ours.
+
+Buffers are sized for 8192 tokens, and for 512 where that suffices: the kernel is compiled for the size, and
+the faster one counts. Outputs of some tokens are compared with fp32 on dequantised weights; a point that is
+wrong is not kept.
+"""
+
+import argparse
+import json
+import os
+import pathlib
+import statistics
+import sys
+import tempfile
+import time
+
+import torch
+import torch.distributed as dist
+from result_rows import percentile
+
+MODELS = {  # hidden, intermediate, experts, top-k: as in lab/bench/suite.cpp
+    "v4-flash-routed": (4096, 2048, 256, 6),
+    "v4-pro-routed": (7168, 3072, 384, 6),
+    "v3-routed": (7168, 2048, 256, 8),
+    "glm-5-routed": (6144, 2048, 256, 8),
+}
+TOKENS = [1, 8, 64, 256, 512, 1024, 2048, 4096, 8192]
+F8 = torch.float8_e4m3fn
+COPIES, PASSES = 3, 9
+BOUND = 0.1  # of the error over the norm: both inputs of both products are in E4M3
+NAME = "sgl-deep-gemm 0.1.4.post1"
+
+
+def random_weights(experts, n, k):
+    values = torch.empty((experts, n, k), dtype=F8, device="cuda")
+    for e in range(experts):
+        values[e] = torch.randn((n, k), device="cuda").to(F8)
+    scales = (0.5 + torch.rand((experts, n // 128, k // 128), device="cuda")) * k**-0.5
+    return values, scales
+
+
+def dequantised(values, scales):
+    return values.float() * scales.repeat_interleave(128, 0).repeat_interleave(128, 1)
+
+
+class Layer:
+    def __init__(self, dg, shape, rank, ranks):
+        self.hidden, self.intermediate, self.experts, self.top_k = shape
+        each = self.experts // ranks
+        self.first = rank * each
+        torch.manual_seed(rank + 1)
+        self.up = random_weights(each, 2 * self.intermediate, self.hidden)
+        self.down = random_weights(each, self.hidden, self.intermediate)
+        first, _ = dg.transform_weights_for_mega_moe_sm90(self.up, self.down)
+        self.copies = [(first, self.down)]
+        while len(self.copies) < COPIES:
+            self.copies.append(tuple(tuple(t.clone() for t in pair) for pair in self.copies[0]))
+
+    def matrix(self, which, e):
+        return dequantised(which[0][e], which[1][e])
+
+    def expected(self, x, ids, weights, ranks):
+        """All ranks' sampled tokens through this rank's experts, summed over ranks. Returns [R, s, H] in fp32."""
+        xs, all_ids, all_weights = (torch.empty((ranks, *t.shape), dtype=t.dtype, device="cuda") for t in (x, ids, weights))
+        for everyone, mine in ((xs, x), (all_ids, ids), (all_weights, weights)):
+            dist.all_gather_into_tensor(everyone.flatten(0, 1), mine)
+        out = torch.zeros(xs.shape, device="cuda")
+        for e in range(self.experts // ranks):
+            where = (all_ids == self.first + e).nonzero()
+            if len(where) == 0:
+                continue
+            rows = xs[where[:, 0], where[:, 1]].float()
+            gate, up = (rows @ self.matrix(self.up, e).t()).chunk(2, 1)
+            y = (torch.nn.functional.silu(gate) * up) @ self.matrix(self.down, e).t()
+            out.index_put_((where[:, 0], where[:, 1]), y * all_weights[where[:, 0], where[:, 1], where[:, 2]].unsqueeze(1),
+                           accumulate=True)
+        dist.all_reduce(out)
+        return out
+
+
+class Ways:
+    def __init__(self, dg, layer, buffer, x, ids, weights):
+        self.dg, self.layer, self.buffer, self.x, self.ids, self.weights = dg, layer, buffer, x, ids, weights
+        self.tokens = x.shape[0]
+        self.y = torch.empty_like(x)
+
+    def stage(self):
+        b = self.buffer
+        self.dg.mega_moe_pre_dispatch_sm90(self.x, self.ids, self.weights, b.x, b.x_sf, b.topk_idx, b.topk_weights,
+                                           self.tokens)
+
+    def kernel(self, copy):
+        up, down = self.layer.copies[copy % COPIES]
+        self.dg.fp8_mega_moe(self.y, up, down, self.buffer)
+
+    def anew(self, copy):
+        self.stage()
+        self.kernel(copy)
+
+
+def graph_of(run):
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        run()
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # NCCL has threads of its own
+        run()
+    return graph.replay
+
+
+def timed(call, repeats_of):
+    """Microseconds of a pass in each repetition, of this rank."""
+    def run():
+        for i in range(PASSES):
+            call(i)
+
+    ahead, replay = graph_of(lambda: call(0)), graph_of(run)
+    times, repeats = [], 3
+    while len(times) < repeats:
+        dist.barrier()
+        torch.cuda.synchronize()
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        ahead()
+        begin.record()
+        replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(begin.elapsed_time(end) * 1e3 / PASSES)
+        if len(times) == 3 and repeats == 3:  # a pilot: how many there are to be, the same on all ranks
+            worst = torch.tensor(statistics.median(times), device="cuda")
+            dist.all_reduce(worst, op=dist.ReduceOp.MAX)
+            times, repeats = [], repeats_of(worst.item())
+    slowest = torch.tensor(times, dtype=torch.float64, device="cuda")
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    return slowest.tolist()
+
+
+def measure(dg, layer, buffers, tokens, rank, ranks):
+    torch.manual_seed(1000 * tokens + rank)
+    x = torch.randn((tokens, layer.hidden), device="cuda").bfloat16()
+    ids = torch.rand((tokens, layer.experts), device="cuda").topk(layer.top_k).indices.to(torch.int32)
+    weights = torch.rand((tokens, layer.top_k), device="cuda")
+    s = min(tokens, 2)
+    expected = layer.expected(x[:s].contiguous(), ids[:s].contiguous(), weights[:s].contiguous(), ranks)[rank]
+    found, worst = {}, 0.0
+    for capacity, buffer in buffers.items():
+        if capacity < tokens:
+            continue
+        ways = Ways(dg, layer, buffer, x, ids, weights)
+        ways.y.fill_(float("nan"))
+        ways.anew(0)
+        torch.cuda.synchronize()
+        error = (ways.y[:s].float() - expected).norm() / expected.norm()
+        error = torch.where(ways.y.isfinite().all(), error, torch.tensor(float("inf"), device="cuda"))
+        error = torch.nan_to_num(error, nan=float("inf"))
+        dist.all_reduce(error, op=dist.ReduceOp.MAX)
+        worst = max(worst, error.item())
+
+        def repeats_of(us):
+            return int(min(60, max(12, 60e3 / (us * PASSES))))
+
+        found[capacity] = {"anew": timed(ways.anew, repeats_of), "in place": timed(ways.kernel, repeats_of)}
+    return found, worst
+
+
+def rank_main(rank, args, rendezvous):
+    import deep_gemm as dg
+
+    torch.cuda.set_device(rank)
+    dist.init_process_group("nccl", init_method=f"file://{rendezvous}", rank=rank, world_size=args.ranks,
+                            device_id=torch.device("cuda", rank))
+    properties = torch.cuda.get_device_properties(0)
+    machine = (f"{args.ranks} x {properties.name}, {properties.multi_processor_count} SMs, CUDA {torch.version.cuda}")
+    rows, wrong, began = [], 0, time.monotonic()
+    for model in args.models:
+        shape = MODELS[model]
+        hidden, intermediate, experts, top_k = shape
+        layer = Layer(dg, shape, rank, args.ranks)
+        buffers = {}
+        for capacity in args.capacities:
+            buffers[capacity] = dg.get_symm_buffer_for_sm90_mega_moe(dist.group.WORLD, experts, capacity, top_k, hidden,
+                                                                     intermediate)
+        for tokens in args.tokens:
+            found, error = measure(dg, layer, buffers, tokens, rank, args.ranks)
+            if rank != 0:
+                continue
+            best = {way: min((times[way] for times in found.values()), key=statistics.median) for way in ("anew", "in place")}
+            medians = {c: {way: round(statistics.median(t), 2) for way, t in times.items()} for c, times in found.items()}
+            verdict = "ok" if error <= BOUND else "WRONG"
+            print(f"{model:<16} {tokens:>5} tokens  anew {statistics.median(best['anew']):>9.1f} us  in place "
+                  f"{statistics.median(best['in place']):>9.1f} us  error {error:.2e} {verdict}  {medians}  "
+                  f"at {time.monotonic() - began:.0f} s", flush=True)
+            if error > BOUND:
+                wrong = 1
+                continue
+            rows.append({
+                "suite": "ep_fp8", "machine": machine, "command": args.command, "model": model, "hidden": hidden,
+                "intermediate": intermediate, "experts": experts, "top_k": top_k, "dtype": "fp8", "compute": "fp8",
+                "ranks": args.ranks, "tokens_per_rank": tokens, "beta": 1.0, "rival": NAME,
+                "rival_us": round(statistics.median(best["anew"]), 2),
+                "rival_p10_us": round(percentile(best["anew"], 0.1), 2),
+                "rival_p90_us": round(percentile(best["anew"], 0.9), 2),
+                "rival_in_place_us": round(statistics.median(best["in place"]), 2), "rival_by_capacity": medians,
+                "rival_error": error, "rival_times_us": [round(t, 2) for t in best["anew"]],
+            })
+            if args.json:
+                partial = args.json.with_suffix(".partial")
+                partial.write_text("[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n")
+                partial.replace(args.json)
+        for buffer in buffers.values():
+            buffer.destroy()
+        del layer, buffers
+        torch.cuda.empty_cache()
+        dist.barrier()
+    dist.destroy_process_group()
+    if wrong:
+        sys.exit(1)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    words = lambda text: text.split(",")
+    numbers = lambda text: [int(word) for word in text.split(",")]
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--models", type=words, default=list(MODELS))
+    parser.add_argument("--tokens", type=numbers, default=TOKENS)
+    parser.add_argument("--capacities", type=numbers, default=[8192, 512])
+    parser.add_argument("--json", type=pathlib.Path)
+    args = parser.parse_args()
+    args.command = "mega_moe.py " + " ".join(sys.argv[1:])
+    # A program that uses NVLink multicast can put the host's GPUs out of service.
+    for name, value in (("NCCL_NVLS_ENABLE", "0"), ("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1"), ("NVSHMEM_DISABLE_NVLS", "1")):
+        if os.environ.get(name) != value:
+            sys.exit(f"mega_moe.py: {name} must be {value}")
+    with tempfile.TemporaryDirectory() as directory:
+        try:
+            torch.multiprocessing.spawn(rank_main, (args, f"{directory}/rendezvous"), nprocs=args.ranks)
+        except torch.multiprocessing.ProcessExitedException as ended:
+            return ended.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
