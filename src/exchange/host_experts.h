@@ -132,7 +132,7 @@ class HostExperts {
   StagedContext::Buffer rows_, identity_, positions_, factors_, quantised_, results_;
   std::unique_ptr<network::RowsRegion> region_;
   std::vector<network::RegionKey> keys_;  // by rank
-  std::vector<Peer> peers_;             // by host, without the own one
+  std::vector<Peer> peers_;               // by host, without the own one
   std::unique_ptr<ExchangeEngine> exchange_;
   std::unique_ptr<ExchangeHandle::State> handle_;
   Mapping slots_, received_slots_;

@@ -337,7 +337,8 @@ TEST_F(GpuHostsLaunched, LayersOfEverySize) {
   std::vector<std::vector<float>> values;
   {
     LayerOptions options;
-    options.cuda.schedule.small_tokens = 0;  // other kernels, which add in the order of several ranks
+    options.cuda.schedule.small_tokens =
+        0;  // other kernels, which add in the order of several ranks
     DeviceLayer alone(spec, weights, kMostTokens, options);
     for (const int size : kSizes) {
       const auto seed = static_cast<std::uint64_t>(size * world.size() + world.rank());
