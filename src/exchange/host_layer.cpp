@@ -136,7 +136,7 @@ MoeWeights HostLayer::weights_of_host(const MoeWeights& all) const {
   for (int e = 0; e < dealt.count(index); ++e) {
     // Experts that it only counts as having are its first one again. No slot chooses them.
     const int place = places_.begin(rank) + (e < places_.count(rank) ? e : 0);
-    weights.experts[static_cast<std::size_t>(dealt.begin(index) + e)] =
+    weights.experts[static_cast<std::size_t>(dealt.begin(index)) + static_cast<std::size_t>(e)] =
         all.experts[static_cast<std::size_t>(place)];
   }
   weights.owner = all.owner;
