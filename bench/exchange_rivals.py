@@ -29,7 +29,6 @@ import dataclasses
 import pathlib
 import statistics
 import sys
-import tempfile
 import time
 
 from result_rows import merge, percentile
@@ -531,12 +530,7 @@ def parse(words):
 def main():
     args = parse(sys.argv[1:])
     print(f"{machine(args)}, PyTorch {torch.__version__}", flush=True)
-    with tempfile.TemporaryDirectory() as directory:
-        try:
-            torch.multiprocessing.spawn(run_rank, (args, f"{directory}/rendezvous"), nprocs=args.ranks)
-        except torch.multiprocessing.ProcessExitedException as ended:
-            return ended.exit_code
-    return 0
+    return rank_processes.spawn(run_rank, args)
 
 
 if __name__ == "__main__":

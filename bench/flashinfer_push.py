@@ -11,17 +11,17 @@ more than the L2 cache holds.
 """
 
 import argparse
-import json
-import os
 import pathlib
 import statistics
 import sys
-import tempfile
 import time
 
 import mega_moe
+import rank_processes
 import torch
 import torch.distributed as dist
+from result_rows import write
+from script_arguments import command_of, numbers
 
 NAMES = {"fp8": "FlashInfer 0.7.2.post1 push FP8", "bf16": "FlashInfer 0.7.2.post1 push BF16"}
 BOUNDS = {"fp8": mega_moe.BOUND, "bf16": 0.02}  # of the error over the norm
@@ -89,58 +89,37 @@ def rank_main(rank, args, rendezvous):
 
     SymmDeviceMemory._setup_multicast = refuse  # the pipe does not ask for it
 
-    torch.cuda.set_device(rank)
-    dist.init_process_group("nccl", init_method=f"file://{rendezvous}", rank=rank, world_size=args.ranks,
-                            device_id=torch.device("cuda", rank))
-    properties = torch.cuda.get_device_properties(0)
-    machine = f"{args.ranks} x {properties.name}, {properties.multi_processor_count} SMs, CUDA {torch.version.cuda}"
+    machine = mega_moe.start_rank(rank, args, rendezvous)
     rows, wrong, began = [], 0, time.monotonic()
     for model in args.models:
-        shape = mega_moe.MODELS[model]
-        hidden, intermediate, experts, top_k = shape
-        layer = Layer(shape, rank, args.ranks, args.dtype)
+        layer = Layer(mega_moe.MODELS[model], rank, args.ranks, args.dtype)
         for fused in args.fused:
             runner = runner_of(push, layer, args, fused, rank)
             if rank == 0:
                 print(f"{model}, fused {fused}: ready at {time.monotonic() - began:.0f} s", flush=True)
             for tokens in args.tokens:
-                torch.manual_seed(1000 * tokens + rank)
-                x = torch.randn((tokens, hidden), device="cuda").bfloat16()
-                ids = torch.rand((tokens, experts), device="cuda").topk(top_k).indices.to(torch.int32).contiguous()
-                weights = torch.rand((tokens, top_k), device="cuda")
-                s = min(tokens, 2)
-                expected = layer.expected(x[:s].contiguous(), ids[:s].contiguous(), weights[:s].contiguous(), args.ranks)[rank]
-                out = torch.full_like(x, float("nan"))
+                batch = mega_moe.Batch(layer, tokens, rank, args.ranks)
+                out = torch.full_like(batch.x, float("nan"))
 
                 def forward(_):
-                    runner.stage_inputs(x, ids, weights)
+                    runner.stage_inputs(batch.x, batch.ids, batch.weights)
                     runner.compute(output=out)
 
                 forward(0)
                 torch.cuda.synchronize()
-                error = torch.nan_to_num((out[:s].float() - expected).norm() / expected.norm(), nan=float("inf"))
-                dist.all_reduce(error, op=dist.ReduceOp.MAX)
-                times = mega_moe.timed(forward, lambda us: int(min(60, max(12, 60e3 / (us * mega_moe.PASSES)))))
+                error, times = batch.error(out), mega_moe.timed(forward)
                 if rank != 0:
                     continue
-                verdict = "ok" if error.item() <= BOUNDS[args.dtype] else "WRONG"
+                right = error <= BOUNDS[args.dtype]
                 print(f"{model:<16} {tokens:>5} tokens  fused {fused}  {statistics.median(times):>9.1f} us  error "
-                      f"{error.item():.2e} {verdict}  at {time.monotonic() - began:.0f} s", flush=True)
-                if error.item() > BOUNDS[args.dtype]:
+                      f"{error:.2e} {'ok' if right else 'WRONG'}  at {time.monotonic() - began:.0f} s", flush=True)
+                if not right:
                     wrong = 1
                     continue
-                rows.append({
-                    "suite": "ep_" + args.dtype, "machine": machine, "command": args.command, "model": model, "hidden": hidden,
-                    "intermediate": intermediate, "experts": experts, "top_k": top_k, "dtype": args.dtype, "compute": args.dtype,
-                    "ranks": args.ranks, "tokens_per_rank": tokens, "beta": 1.0, "rival": NAMES[args.dtype], "fused": bool(fused),
-                    "rival_us": round(statistics.median(times), 2), "rival_p10_us": round(mega_moe.percentile(times, 0.1), 2),
-                    "rival_p90_us": round(mega_moe.percentile(times, 0.9), 2), "rival_error": error.item(),
-                    "rival_times_us": [round(t, 2) for t in times],
-                })
+                rows.append(mega_moe.row_of(args, machine, model, args.dtype, tokens, NAMES[args.dtype], times, error)
+                            | {"fused": bool(fused)})
                 if args.json:
-                    partial = args.json.with_suffix(".partial")
-                    partial.write_text("[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n")
-                    partial.replace(args.json)
+                    write(args.json, rows)
             runner.destroy()
             del runner
             torch.cuda.empty_cache()
@@ -153,7 +132,6 @@ def rank_main(rank, args, rendezvous):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    numbers = lambda text: [int(word) for word in text.split(",")]
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--dtype", choices=["fp8", "bf16"], default="fp8")
     parser.add_argument("--models", type=lambda text: text.split(","), default=["v4-flash-routed", "v3-routed"])
@@ -163,17 +141,9 @@ def main():
     args = parser.parse_args()
     if args.dtype == "bf16":
         args.fused = [1]
-    args.command = "flashinfer_push.py " + " ".join(sys.argv[1:])
-    # A program that uses NVLink multicast can put the host's GPUs out of service.
-    for name, value in (("NCCL_NVLS_ENABLE", "0"), ("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1"), ("NVSHMEM_DISABLE_NVLS", "1")):
-        if os.environ.get(name) != value:
-            sys.exit(f"flashinfer_push.py: {name} must be {value}")
-    with tempfile.TemporaryDirectory() as directory:
-        try:
-            torch.multiprocessing.spawn(rank_main, (args, f"{directory}/rendezvous"), nprocs=args.ranks)
-        except torch.multiprocessing.ProcessExitedException as ended:
-            return ended.exit_code
-    return 0
+    args.command = command_of("flashinfer_push.py", sys.argv[1:])
+    rank_processes.require_no_multicast("flashinfer_push.py")
+    return rank_processes.spawn(rank_main, args)
 
 
 if __name__ == "__main__":

@@ -16,17 +16,16 @@ wrong is not kept.
 """
 
 import argparse
-import json
-import os
 import pathlib
 import statistics
 import sys
-import tempfile
 import time
 
+import rank_processes
 import torch
 import torch.distributed as dist
-from result_rows import percentile
+from result_rows import percentile, write
+from script_arguments import command_of, numbers
 
 MODELS = {  # hidden, intermediate, experts, top-k: as in lab/bench/suite.cpp
     "v4-flash-routed": (4096, 2048, 256, 6),
@@ -121,8 +120,12 @@ def graph_of(run):
     return graph.replay
 
 
-def timed(call, repeats_of):
-    """Microseconds of a pass in each repetition, of this rank."""
+def repeats_of(us):
+    return int(min(60, max(12, 60e3 / (us * PASSES))))
+
+
+def timed(call):
+    """Microseconds of a pass in each repetition, of the slowest rank."""
     def run():
         for i in range(PASSES):
             call(i)
@@ -148,42 +151,65 @@ def timed(call, repeats_of):
     return slowest.tolist()
 
 
+class Batch:
+    """Random tokens of a rank, their routing, and what the first of them should become."""
+
+    def __init__(self, layer, tokens, rank, ranks):
+        torch.manual_seed(1000 * tokens + rank)
+        self.x = torch.randn((tokens, layer.hidden), device="cuda").bfloat16()
+        self.ids = torch.rand((tokens, layer.experts), device="cuda").topk(layer.top_k).indices.to(torch.int32).contiguous()
+        self.weights = torch.rand((tokens, layer.top_k), device="cuda")
+        first = [t[: min(tokens, 2)].contiguous() for t in (self.x, self.ids, self.weights)]
+        self.expected = layer.expected(*first, ranks)[rank]
+
+    def error(self, y):
+        """Relative, of the worst rank; infinite if anything in y is not finite."""
+        error = (y[: len(self.expected)].float() - self.expected).norm() / self.expected.norm()
+        error = torch.where(y.isfinite().all(), error, torch.tensor(float("inf"), device="cuda"))
+        error = torch.nan_to_num(error, nan=float("inf"), posinf=float("inf"))
+        dist.all_reduce(error, op=dist.ReduceOp.MAX)
+        return error.item()
+
+
 def measure(dg, layer, buffers, tokens, rank, ranks):
-    torch.manual_seed(1000 * tokens + rank)
-    x = torch.randn((tokens, layer.hidden), device="cuda").bfloat16()
-    ids = torch.rand((tokens, layer.experts), device="cuda").topk(layer.top_k).indices.to(torch.int32)
-    weights = torch.rand((tokens, layer.top_k), device="cuda")
-    s = min(tokens, 2)
-    expected = layer.expected(x[:s].contiguous(), ids[:s].contiguous(), weights[:s].contiguous(), ranks)[rank]
+    batch = Batch(layer, tokens, rank, ranks)
     found, worst = {}, 0.0
     for capacity, buffer in buffers.items():
         if capacity < tokens:
             continue
-        ways = Ways(dg, layer, buffer, x, ids, weights)
+        ways = Ways(dg, layer, buffer, batch.x, batch.ids, batch.weights)
         ways.y.fill_(float("nan"))
         ways.anew(0)
         torch.cuda.synchronize()
-        error = (ways.y[:s].float() - expected).norm() / expected.norm()
-        error = torch.where(ways.y.isfinite().all(), error, torch.tensor(float("inf"), device="cuda"))
-        error = torch.nan_to_num(error, nan=float("inf"))
-        dist.all_reduce(error, op=dist.ReduceOp.MAX)
-        worst = max(worst, error.item())
-
-        def repeats_of(us):
-            return int(min(60, max(12, 60e3 / (us * PASSES))))
-
-        found[capacity] = {"anew": timed(ways.anew, repeats_of), "in place": timed(ways.kernel, repeats_of)}
+        worst = max(worst, batch.error(ways.y))
+        found[capacity] = {"anew": timed(ways.anew), "in place": timed(ways.kernel)}
     return found, worst
+
+
+def start_rank(rank, args, rendezvous):
+    """Joins the ranks. Returns the machine, as rows tell it."""
+    torch.cuda.set_device(rank)
+    dist.init_process_group("nccl", init_method=f"file://{rendezvous}", rank=rank, world_size=args.ranks,
+                            device_id=torch.device("cuda", rank))
+    return rank_processes.gpus(args.ranks)
+
+
+def row_of(args, machine, model, dtype, tokens, rival, times, error):
+    hidden, intermediate, experts, top_k = MODELS[model]
+    return {
+        "suite": "ep_" + dtype, "machine": machine, "command": args.command, "model": model, "hidden": hidden,
+        "intermediate": intermediate, "experts": experts, "top_k": top_k, "dtype": dtype, "compute": dtype,
+        "ranks": args.ranks, "tokens_per_rank": tokens, "beta": 1.0, "rival": rival,
+        "rival_us": round(statistics.median(times), 2), "rival_p10_us": round(percentile(times, 0.1), 2),
+        "rival_p90_us": round(percentile(times, 0.9), 2), "rival_error": error,
+        "rival_times_us": [round(t, 2) for t in times],
+    }
 
 
 def rank_main(rank, args, rendezvous):
     import deep_gemm as dg
 
-    torch.cuda.set_device(rank)
-    dist.init_process_group("nccl", init_method=f"file://{rendezvous}", rank=rank, world_size=args.ranks,
-                            device_id=torch.device("cuda", rank))
-    properties = torch.cuda.get_device_properties(0)
-    machine = (f"{args.ranks} x {properties.name}, {properties.multi_processor_count} SMs, CUDA {torch.version.cuda}")
+    machine = start_rank(rank, args, rendezvous)
     rows, wrong, began = [], 0, time.monotonic()
     for model in args.models:
         shape = MODELS[model]
@@ -206,20 +232,10 @@ def rank_main(rank, args, rendezvous):
             if error > BOUND:
                 wrong = 1
                 continue
-            rows.append({
-                "suite": "ep_fp8", "machine": machine, "command": args.command, "model": model, "hidden": hidden,
-                "intermediate": intermediate, "experts": experts, "top_k": top_k, "dtype": "fp8", "compute": "fp8",
-                "ranks": args.ranks, "tokens_per_rank": tokens, "beta": 1.0, "rival": NAME,
-                "rival_us": round(statistics.median(best["anew"]), 2),
-                "rival_p10_us": round(percentile(best["anew"], 0.1), 2),
-                "rival_p90_us": round(percentile(best["anew"], 0.9), 2),
-                "rival_in_place_us": round(statistics.median(best["in place"]), 2), "rival_by_capacity": medians,
-                "rival_error": error, "rival_times_us": [round(t, 2) for t in best["anew"]],
-            })
+            rows.append(row_of(args, machine, model, "fp8", tokens, NAME, best["anew"], error) | {
+                "rival_in_place_us": round(statistics.median(best["in place"]), 2), "rival_by_capacity": medians})
             if args.json:
-                partial = args.json.with_suffix(".partial")
-                partial.write_text("[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n")
-                partial.replace(args.json)
+                write(args.json, rows)
         for buffer in buffers.values():
             buffer.destroy()
         del layer, buffers
@@ -232,25 +248,15 @@ def rank_main(rank, args, rendezvous):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    words = lambda text: text.split(",")
-    numbers = lambda text: [int(word) for word in text.split(",")]
     parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--models", type=words, default=list(MODELS))
+    parser.add_argument("--models", type=lambda text: text.split(","), default=list(MODELS))
     parser.add_argument("--tokens", type=numbers, default=TOKENS)
     parser.add_argument("--capacities", type=numbers, default=[8192, 512])
     parser.add_argument("--json", type=pathlib.Path)
     args = parser.parse_args()
-    args.command = "mega_moe.py " + " ".join(sys.argv[1:])
-    # A program that uses NVLink multicast can put the host's GPUs out of service.
-    for name, value in (("NCCL_NVLS_ENABLE", "0"), ("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1"), ("NVSHMEM_DISABLE_NVLS", "1")):
-        if os.environ.get(name) != value:
-            sys.exit(f"mega_moe.py: {name} must be {value}")
-    with tempfile.TemporaryDirectory() as directory:
-        try:
-            torch.multiprocessing.spawn(rank_main, (args, f"{directory}/rendezvous"), nprocs=args.ranks)
-        except torch.multiprocessing.ProcessExitedException as ended:
-            return ended.exit_code
-    return 0
+    args.command = command_of("mega_moe.py", sys.argv[1:])
+    rank_processes.require_no_multicast("mega_moe.py")
+    return rank_processes.spawn(rank_main, args)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,9 @@
 """Scripts whose ranks are processes: with a GPU each and NCCL, or on the processor with Gloo."""
 
+import os
+import sys
+import tempfile
+
 import torch
 
 
@@ -16,8 +20,28 @@ def choose_ranks(args, parser):
         parser.error(f"{args.ranks} ranks need a GPU each, 2 or more, and there are {gpus}; use --cpu, or fewer --ranks")
 
 
-def gpus_with_nccl(ranks):
+def spawn(run_rank, args):
+    """Runs run_rank(rank, args, rendezvous) in args.ranks processes. Returns the first exit code that is not 0, or 0."""
+    with tempfile.TemporaryDirectory() as directory:
+        try:
+            torch.multiprocessing.spawn(run_rank, (args, f"{directory}/rendezvous"), nprocs=args.ranks)
+        except torch.multiprocessing.ProcessExitedException as ended:
+            return ended.exit_code
+    return 0
+
+
+def require_no_multicast(script):
+    """Ends the program if a library may use NVLink multicast, which can put the host's GPUs out of service."""
+    for name, value in (("NCCL_NVLS_ENABLE", "0"), ("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1"), ("NVSHMEM_DISABLE_NVLS", "1")):
+        if os.environ.get(name) != value:
+            sys.exit(f"{script}: {name} must be {value}")
+
+
+def gpus(ranks):
     """The machine of ranks on GPUs, as rows tell it."""
     properties = torch.cuda.get_device_properties(0)
-    return (f"{ranks} x {properties.name}, {properties.multi_processor_count} SMs, CUDA {torch.version.cuda}, "
-            f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}")
+    return f"{ranks} x {properties.name}, {properties.multi_processor_count} SMs, CUDA {torch.version.cuda}"
+
+
+def gpus_with_nccl(ranks):
+    return f"{gpus(ranks)}, NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}"

@@ -21,7 +21,11 @@ def merge(path, rows, key):
     key_of = lambda row: (card_of(row.get("machine", "")), *(row[name] for name in key))
     kept = {key_of(row): row for row in (json.loads(path.read_text()) if path.exists() else [])}
     kept.update({key_of(row): row for row in rows})
+    write(path, kept.values())
+
+
+def write(path, rows):
     partial = path.with_suffix(".partial")
-    lines = ",\n".join(json.dumps(row, separators=(",", ":")) for row in kept.values())
+    lines = ",\n".join(json.dumps(row, separators=(",", ":")) for row in rows)
     partial.write_text(f"[\n{lines}\n]\n")
     partial.replace(path)
