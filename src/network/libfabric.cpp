@@ -209,8 +209,8 @@ Info choose(const std::string& local_address) {
 class Libfabric final : public Network {
  public:
   explicit Libfabric(const std::string& local_address) : info_(choose(local_address)) {
-    told_apart_ = std::string_view(info_->fabric_attr->prov_name) == "tcp;ofi_rxm" &&
-                  (info_->tx_attr->msg_order & FI_ORDER_WAW) != 0;
+    immediate_apart_ = std::string_view(info_->fabric_attr->prov_name) == "tcp;ofi_rxm" &&
+                       (info_->tx_attr->msg_order & FI_ORDER_WAW) != 0;
     takes_device_memory_ = kKnowsDeviceMemory && (info_->caps & kDeviceCapability) != 0;
     fid_fabric* fabric = nullptr;
     require(library().fabric(info_->fabric_attr, &fabric, nullptr), "cannot open the fabric");
@@ -307,7 +307,7 @@ class Libfabric final : public Network {
   // A write, and the immediate with it or behind it.
   bool put(const Put& put) override {
     const RegionKey& to = put.key ? *put.key : peer(put.rank).windows;
-    if (!told_apart_) return write(put, to, put.immediate, put.context);
+    if (!immediate_apart_) return write(put, to, put.immediate, put.context);
     if (!write(put, to, std::nullopt, put.context)) return false;
     owed_.push_back({put.rank, put.immediate});
     pay_owed();
@@ -328,9 +328,9 @@ class Libfabric final : public Network {
   std::size_t poll(std::span<Event> events) override {
     pay_owed();
     std::size_t count = 0;
-    while (count < events.size() && !untold_.empty()) {
-      events[count++] = std::move(untold_.front());
-      untold_.pop_front();
+    while (count < events.size() && !unreported_.empty()) {
+      events[count++] = std::move(unreported_.front());
+      unreported_.pop_front();
     }
     std::array<fi_cq_data_entry, 16> entries;
     while (count < events.size()) {
@@ -366,7 +366,7 @@ class Libfabric final : public Network {
 
   int wait_fd() const override { return wait_fd_; }
   bool may_sleep() override {
-    if (!untold_.empty() || !owed_.empty()) return false;
+    if (!unreported_.empty() || !owed_.empty()) return false;
     if (wait_fd_ < 0) return true;
     fid* waits_for = &cq_->fid;
     return fi_trywait(fabric_.get(), &waits_for, 1) == FI_SUCCESS;
@@ -441,7 +441,7 @@ class Libfabric final : public Network {
                                               target, to.key, operation);
     if (code == 0) return true;
     give_back(operation);
-    if (code != -FI_EAGAIN) tell_lost(put.rank, library().strerror(static_cast<int>(-code)));
+    if (code != -FI_EAGAIN) report_lost(put.rank, library().strerror(static_cast<int>(-code)));
     return code != -FI_EAGAIN;
   }
 
@@ -462,12 +462,12 @@ class Libfabric final : public Network {
   }
   void give_back(Operation* operation) { free_.push_back(operation); }
 
-  void tell_lost(int rank, const std::string& why) {
+  void report_lost(int rank, const std::string& why) {
     Event event;
     event.kind = Event::Kind::kLost;
     event.rank = rank;
     event.why = why;
-    untold_.push_back(std::move(event));
+    unreported_.push_back(std::move(event));
   }
 
   bool read_error(Event& event) {
@@ -495,7 +495,7 @@ class Libfabric final : public Network {
   std::vector<Peer> peers_;
   std::deque<Operation> operations_;
   std::vector<Operation*> free_;
-  std::deque<Event> untold_;
+  std::deque<Event> unreported_;
   // Over TCP an immediate follows its bytes in a write of its own, on the same connection, which
   // keeps the order. A connection that ends in the middle of a write with an immediate crashes the
   // receiver: the error has no context, and ofi_rxm of libfabric 1.17 follows the null pointer. A
@@ -504,7 +504,7 @@ class Libfabric final : public Network {
     int rank;
     std::uint32_t immediate;
   };
-  bool told_apart_ = false;
+  bool immediate_apart_ = false;
   bool takes_device_memory_ = false;
   std::deque<Owed> owed_;
 };

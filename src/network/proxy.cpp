@@ -125,7 +125,7 @@ void RemoteHeap::on_abort(std::function<void()> hook) {
   const std::lock_guard lock(proxy_->heaps_mutex_);
   Proxy::Heap& heap = proxy_->heaps_.at(segment_);
   heap.on_abort = std::move(hook);
-  if (heap.told_abort) heap.on_abort();
+  if (heap.abort_announced) heap.on_abort();
 }
 
 bool RemoteHeap::propose(const protocol::FailureRecord& record) const {
@@ -322,7 +322,7 @@ void Proxy::leave(std::uint32_t segment) {
   // Others must learn why before they see this rank leave.
   const Clock::time_point told_by = std::min(until, Clock::now() + kFarewell);
   std::unique_lock lock(heaps_mutex_);
-  while (protocol::aborted(heap.heaps) && !heaps_.at(segment).told_abort &&
+  while (protocol::aborted(heap.heaps) && !heaps_.at(segment).abort_announced &&
          Clock::now() < told_by) {
     lock.unlock();
     wake();
@@ -374,7 +374,7 @@ void Proxy::run() {
     }
     // It is cleared before the heaps are looked at, so a proposal that comes later is not missed.
     proposed_.store(false, std::memory_order_seq_cst);
-    tell_aborts();
+    announce_aborts();
     if (!busy) sleep(network_->wait_fd() < 0);
   }
   say_goodbye();
@@ -609,10 +609,10 @@ void Proxy::hear(int rank, const ControlMessage& message) {
     // rank of a host takes over is the verdict of all of them.
     protocol::abort_world(heaps, message.record);
   }
-  tell_abort(message.segment, heap);
+  announce_abort(message.segment, heap);
 }
 
-void Proxy::tell(const ControlMessage& message) {
+void Proxy::send_to_all(const ControlMessage& message) {
   for (ControlChannel& channel : channels_) {
     if (channel.is_open()) channel.send(message);
   }
@@ -669,7 +669,7 @@ void Proxy::pursue(std::uint32_t segment, Heap& heap) {
   if (decides < 0) {
     protocol::abort_world(heap.heaps, proposal.record);
     heap.proposal.reset();
-    return tell_abort(segment, heap);
+    return announce_abort(segment, heap);
   }
   if (decides != proposal.asked) {
     ControlMessage message;
@@ -682,10 +682,10 @@ void Proxy::pursue(std::uint32_t segment, Heap& heap) {
   next_beat_ = std::min(next_beat_, proposal.due);
 }
 
-void Proxy::tell_abort(std::uint32_t segment, Heap& heap) {
+void Proxy::announce_abort(std::uint32_t segment, Heap& heap) {
   const std::uint64_t word = protocol::load_acquire(&heap.heaps.control(rank_)->abort);
-  if (word == 0 || heap.told_abort) return;
-  heap.told_abort = true;
+  if (word == 0 || heap.abort_announced) return;
+  heap.abort_announced = true;
   if (heap.on_abort) heap.on_abort();
   ControlMessage message;
   message.kind = ControlMessage::Kind::kAbort;
@@ -694,14 +694,14 @@ void Proxy::tell_abort(std::uint32_t segment, Heap& heap) {
   if ((word & protocol::kCalledOff) == 0) {
     message.record = heap.heaps.control(static_cast<int>(word) - 1)->failure;
   }
-  tell(message);
+  send_to_all(message);
 }
 
-void Proxy::tell_aborts() {
+void Proxy::announce_aborts() {
   const std::lock_guard lock(heaps_mutex_);
   for (auto& [segment, heap] : heaps_) {
     pursue(segment, heap);
-    tell_abort(segment, heap);
+    announce_abort(segment, heap);
   }
 }
 
@@ -819,8 +819,8 @@ void Proxy::say_goodbye() {
   goodbye.kind = ControlMessage::Kind::kGoodbye;
   // The ranks of this host are told, too: this rank is never silent from now on.
   protocol::store_release(alive_[static_cast<std::size_t>(rank_)], kGone);
-  tell_aborts();
-  tell(goodbye);
+  announce_aborts();
+  send_to_all(goodbye);
   const Clock::time_point until = Clock::now() + kFarewell;
   for (;;) {
     std::vector<pollfd> fds;

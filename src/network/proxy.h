@@ -149,7 +149,7 @@ class Proxy final : private Landing {
     protocol::Heaps heaps;  // bases; ExpertPartition has the number of ranks only
     std::size_t bytes = 0;
     std::uint64_t told_waits_for = 0, told_progress = 0;
-    bool told_abort = false;
+    bool abort_announced = false;
     std::function<void()> on_abort;
   };
   // A put that the thread has to start.
@@ -196,13 +196,13 @@ class Proxy final : private Landing {
   bool do_tasks();
   void hear_control(int rank);
   void hear(int rank, const ControlMessage& message);
-  void tell(const ControlMessage& message);
+  void send_to_all(const ControlMessage& message);
   void beat(Clock::time_point now);
   void note_proposal(Heap& heap, const protocol::FailureRecord& record) const;
   int who_decides(const Proposal& proposal, Clock::time_point now) const;
   void pursue(std::uint32_t segment, Heap& heap);
-  void tell_abort(std::uint32_t segment, Heap& heap);
-  void tell_aborts();
+  void announce_abort(std::uint32_t segment, Heap& heap);
+  void announce_aborts();
   void check_suspects(Clock::time_point now);
   void suspect(int rank, const std::string& why, Clock::duration grace);
   void lose(int rank, const std::string& why);

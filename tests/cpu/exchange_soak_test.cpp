@@ -17,8 +17,6 @@ constexpr int kBatches = 48;
 // Every wait has a deadline of its own; this one only ends a test whose deadlines do not work.
 constexpr std::chrono::minutes kHang{9};
 
-using test::scramble;
-
 struct Script {
   ExchangeSpec spec;
   int ranks;
@@ -35,7 +33,7 @@ struct Script {
     spec.pre_sum = pre_sum;
     spec.weights = pre_sum ? CombineWeights::kBySender : CombineWeights::kByReceiver;
     for (std::uint64_t b = 0; b < kBatches; ++b) {
-      batches.emplace_back(spec, ranks, DType::kBF16, scramble(seed * kBatches + b));
+      batches.emplace_back(spec, ranks, DType::kBF16, mix64(seed * kBatches + b));
     }
   }
 
@@ -65,7 +63,7 @@ struct Script {
     };
     Slot* open = nullptr;  // whose combine has been sent
     for (std::uint64_t round = 0; round < rounds; ++round) {
-      const std::uint64_t roll = scramble(seed + round);
+      const std::uint64_t roll = mix64(seed + round);
       Slot& slot = slots[round % 2];
       const bool reuse = slot.batch != nullptr && roll % 4 == 0;
       const ExchangeBatch* tokens = &batches[roll / 4 % kBatches];

@@ -226,7 +226,7 @@ TEST(LateSoak, RandomLatenessAndSizes) {
     std::vector<std::int64_t> counts;
     std::int64_t total = 0;
     for (std::uint64_t r = 0; r < kRanks; ++r) {
-      const std::uint64_t roll = test::scramble(seed * kBatches * kRanks + b * kRanks + r);
+      const std::uint64_t roll = mix64(seed * kBatches * kRanks + b * kRanks + r);
       counts.push_back(roll % 5 == 0 ? 0 : static_cast<std::int64_t>(roll / 5 % 150));
       total += counts.back();
     }
@@ -250,8 +250,8 @@ TEST(LateSoak, RandomLatenessAndSizes) {
     };
     MoeLayer layer(world, spec, weights, options);
     for (std::uint64_t pass = 0; pass < passes; ++pass) {
-      const std::size_t b = test::scramble(seed ^ pass) % kBatches;
-      const std::uint64_t roll = test::scramble(seed + pass * kRanks + r);
+      const std::size_t b = mix64(seed ^ pass) % kBatches;
+      const std::uint64_t roll = mix64(seed + pass * kRanks + r);
       if (roll % 4 == 0) {
         std::this_thread::sleep_for(microseconds(roll / 4 % (roll % 64 == 0 ? 3000 : 300)));
       }

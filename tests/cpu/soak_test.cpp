@@ -18,8 +18,6 @@ constexpr int kBatches = 64;
 // Every wait has a deadline of its own; this one only ends a test whose deadlines do not work.
 constexpr std::chrono::minutes kHang{9};
 
-using test::scramble;
-
 // Batches of random sizes, shares (zero tokens included) and skews, and their outputs.
 struct Script {
   LayerSpec spec;
@@ -34,11 +32,11 @@ struct Script {
     spec.shared_intermediate = 16;
     weights = generate_weights(spec, DType::kF32, seed, {.num_threads = 1});
     for (std::uint64_t b = 0; b < kBatches; ++b) {
-      const std::uint64_t batch_seed = scramble(seed * kBatches + b);
+      const std::uint64_t batch_seed = mix64(seed * kBatches + b);
       std::vector<std::int64_t> counts;
       std::int64_t total = 0;
       for (std::uint64_t r = 0; r < kRanks; ++r) {
-        const std::uint64_t roll = scramble(batch_seed + r);
+        const std::uint64_t roll = mix64(batch_seed + r);
         counts.push_back(roll % 4 == 0 ? 0 : static_cast<std::int64_t>(roll / 4 % 40));
         total += counts.back();
       }
@@ -68,7 +66,7 @@ struct Script {
     int different = 0;
     const auto r = static_cast<std::size_t>(world.rank());
     for (std::uint64_t epoch = 0; epoch < epochs; ++epoch) {
-      const std::size_t b = scramble(seed + epoch) % kBatches;
+      const std::size_t b = mix64(seed + epoch) % kBatches;
       // Only this rank's rows are written; the others keep the expected values.
       Matrix output(batches[b].x.rows(), spec.hidden, DType::kF32);
       ForwardInput in{.activations =

@@ -110,7 +110,8 @@ TEST_P(GpuExchangeSoak, CallsWithoutABarrier) {
               results, {.data = arrays.out.data(), .dtype = DType::kF32, .stream = stream.handle()},
               handle);
           soak_check_sums(call, memory, findings, stream.handle());
-          // Of this rank alone. A queue of launches that is full would stop this process's threads.
+          // Only this rank waits. A queue of launches that is full would stop this process's
+          // threads.
           if (c % 40 == 39) stream.synchronize();
         }
         stream.synchronize();

@@ -89,7 +89,7 @@ TEST_F(GpuExchange, HundredsOfCallsWithoutABarrier) {
         const std::size_t i = static_cast<std::size_t>(c) % kBatches;
         player.enqueue_dispatch(i);
         player.enqueue_combine(DType::kF32, i);
-        // Of this rank alone. A queue of launches that is full would stop this process's threads.
+        // Only this rank waits. A queue of launches that is full would stop this process's threads.
         if (c % 40 == 39) player.stream->synchronize();
       }
       player.stream->synchronize();

@@ -6,8 +6,6 @@ import pytest
 
 from conftest import ROOT
 
-if not (ROOT / "lab").is_dir():
-    pytest.skip("no laboratory", allow_module_level=True)
 sys.path[:0] = [str(ROOT / "scripts"), str(ROOT / "lab"), str(ROOT / "bench")]
 
 import tables  # noqa: E402

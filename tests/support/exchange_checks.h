@@ -1,4 +1,4 @@
-// What exchanges of both backends must do: a typed suite of tests, over a HostPlayer or a Player.
+// A typed suite of tests that exchanges of both backends pass, over a HostPlayer or a Player.
 #pragma once
 
 #include <gmock/gmock.h>

@@ -11,6 +11,8 @@
 #include <string>
 #include <thread>
 
+#include "base/mix64.h"
+
 namespace switchyard::test {
 
 class Numbers {
@@ -25,19 +27,11 @@ class Numbers {
   std::mt19937_64 generator_;
 };
 
-// Numbers by index, without a generator's state: splitmix64.
-inline std::uint64_t scramble(std::uint64_t x) {
-  x += 0x9e3779b97f4a7c15u;
-  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
-  x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
-  return x ^ (x >> 31);
-}
-
 // A hook of a layer or an exchange that delays some steps of the protocol.
 inline auto random_delays(std::uint64_t seed) {
   return [seed](const auto& step) {
     thread_local std::uint64_t state = static_cast<std::uint64_t>(step.rank) * 7919 + seed;
-    state = scramble(state);
+    state = mix64(state);
     if (state % 64 == 0) {
       std::this_thread::sleep_for(std::chrono::microseconds(state / 64 % 100));
     } else if (state % 16 == 0) {

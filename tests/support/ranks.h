@@ -167,7 +167,7 @@ inline std::string error_of(ErrorCode code, const std::function<void()>& call) {
   return "";
 }
 
-// What a TimeoutError tells.
+// The contents of a TimeoutError.
 struct Blame {
   ErrorCode code{};
   WaitFailure failure;

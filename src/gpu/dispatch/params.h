@@ -64,7 +64,7 @@ struct PlanWords {
 // Failures, in memory that the host and the kernels share. Kernels write these words, the host
 // clears them.
 struct ExchangeFailures {
-  std::uint64_t duplicate;   // kFound | token << 32 | id: an id that a token names duplicate
+  std::uint64_t duplicate;   // kFound | token << 32 | id: an id that a token names twice
   std::uint64_t unknown;     // kFound | token << 32 | id: one that no expert has
   std::uint64_t padded;      // kFound | expert << 32 | rows: more than its room
   std::uint64_t capacity;    // kFound | rows: that the output has no room for

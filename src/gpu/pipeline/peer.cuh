@@ -18,7 +18,6 @@ namespace switchyard::gpu {
 class Peer {
  public:
   __device__ Peer(const protocol::Heaps& heaps, int rank) : base_(heaps.base[rank]) {}
-  __device__ explicit Peer(std::byte* base) : base_(base) {}
 
   // Stores data that a later signal() publishes.
   template <typename T>
