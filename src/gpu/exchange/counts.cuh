@@ -57,6 +57,7 @@ __device__ __forceinline__ std::uint32_t choose_sources(const Exchange<P>& excha
         }
         if (chosen != 0) return true;
         const bool patient = device_now_ns() - start < patience_ns;
+        if (patience_ns == kWaitsForAll) ahead = 0;
         const std::uint32_t choice = first_sources(all, here, ahead, patient);
         if (choice == 0) return false;
         chosen = atomicCAS(word, 0u, choice);
@@ -98,7 +99,7 @@ __device__ __forceinline__ bool await_words_of_counts(const Exchange<P>& exchang
       int missing = size;
 #pragma unroll 2
       for (int source = size; source-- > 0;) {
-        if (P::kRounds && (sources >> source & 1) == 0) continue;
+        if ((sources >> source & 1) == 0) continue;
         const WordPair words =
             load_words(layer.heap.counts(exchange.life.epoch(), source).in(layer.mine) + e);
         const std::uint64_t flag = exchange.life.flag();
@@ -119,20 +120,16 @@ __device__ __forceinline__ bool await_words_of_counts(const Exchange<P>& exchang
   }
   return arrived;
 }
-// Does the same in all loading warps, which get the same answer.
+// Does the same in all loading warps, which get the same answer. Called after choose_sources().
 template <typename P>
 __device__ __forceinline__ bool await_counts(const Exchange<P>& exchange, std::uint32_t sources) {
-  // This rank's counts show that its blocks have listed their tokens. Only the barrier makes these
-  // lists visible.
-  const bool listed = P::kRounds || threadIdx.x != 0 ||
-                      all_arrived(exchange.life.waiter(), exchange.life.barrier(kListsReady));
-  const bool arrived = listed && await_words_of_counts<kWarpgroup>(exchange, sources);
+  const bool arrived = await_words_of_counts<kWarpgroup>(exchange, sources);
   return !named_barrier_any<kWarpgroup>(kOfLoading, !arrived);
 }
 
 // Computes from the counts matrix the rows per expert and, for this rank's experts, where each
 // source's rows begin among them. The rows of the owner come first, since they need not travel,
-// then the others by distance. With rounds, sources that are not in this one have no rows. Called
+// then the others by distance. Sources that are not in the round have no rows. Called
 // by kReaders threads.
 template <int kReaders, typename P>
 __device__ __forceinline__ void read_counts(const Exchange<P>& exchange, std::uint32_t sources) {
@@ -156,7 +153,7 @@ __device__ __forceinline__ void read_counts(const Exchange<P>& exchange, std::ui
       const int source = exchange.life.rank_at(distance);
       WordPair words =
           load_words(layer.heap.counts(exchange.life.epoch(), source).in(layer.mine) + e0);
-      if (P::kRounds && (sources >> source & 1) == 0) words = {0, 0};
+      if ((sources >> source & 1) == 0) words = {0, 0};
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         if (begin[i] != nullptr) begin[i][distance] = rows[i];

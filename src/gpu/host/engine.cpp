@@ -97,7 +97,7 @@ class Engine final : public LayerEngine {
   DeviceBuffer upload_places(const ExpertPlacement& placement) const;
   void choose_grid();
   TileOrder order_of(const Schedule& schedule) const;
-  std::optional<std::uint64_t> patience_for(std::int64_t tokens) const;
+  std::uint64_t patience_ns_for(std::int64_t tokens) const;
   void require_room();
   PassSizes pass_sizes() const;
   bool distributed() const { return world_.size() > 1; }
@@ -363,7 +363,7 @@ Engine::~Engine() {
 void Engine::choose_grid() {
   const DeviceInfo info = device_info(device_);
   int blocks_per_sm = 1;
-  for (const LayerKernel kernel : {kernel_.small, kernel_.large, kernel_.rounds}) {
+  for (const LayerKernel kernel : {kernel_.small, kernel_.large}) {
     const auto* const function = reinterpret_cast<const void*>(kernel);
     SWITCHYARD_CUDA(cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                          static_cast<int>(kernel_.shape.shared_bytes)));
@@ -421,14 +421,13 @@ TileOrder Engine::order_of(const Schedule& schedule) const {
                     depth);
 }
 
-// Returns nanoseconds; none where a pass waits for all ranks' counts.
-std::optional<std::uint64_t> Engine::patience_for(std::int64_t tokens) const {
-  if (!distributed()) return {};
+std::uint64_t Engine::patience_ns_for(std::int64_t tokens) const {
+  if (!distributed()) return kWaitsForAll;
   if (options_.patience) {
-    if (*options_.patience >= options_.deadline) return {};
+    if (*options_.patience >= options_.deadline) return kWaitsForAll;
     return static_cast<std::uint64_t>(options_.patience->count()) * 1000;
   }
-  if (tokens < kLeastTokensOfRounds) return {};
+  if (tokens < kLeastTokensOfRounds) return kWaitsForAll;
   const double expert = static_cast<double>(params_.hidden) *
                         (params_.routed.gemm1_rows + params_.routed.intermediate);
   const double shared = static_cast<double>(params_.hidden) *
@@ -517,9 +516,8 @@ void Engine::forward(const ForwardInput& input, const ForwardOutput& output) {
     call.x_map = rows_map(call.converts ? params_.converted : x.data, sizeof(std::uint16_t), x.rows,
                           spec_.hidden, dense ? spec_.hidden : x.row_stride, kGateBoxRows);
   }
-  const std::optional<std::uint64_t> patience = patience_for(x.rows);
-  call.patience_ns = patience.value_or(0);
-  const LayerKernel kernel = small ? kernel_.small : patience ? kernel_.rounds : kernel_.large;
+  call.patience_ns = patience_ns_for(x.rows);
+  const LayerKernel kernel = small ? kernel_.small : kernel_.large;
   cudaLaunchAttribute attributes[kMaxAttributes]{};
   cudaLaunchConfig_t config =
       launch_config(pairs, attributes, static_cast<cudaStream_t>(input.stream));

@@ -31,9 +31,9 @@
 // tiles of an expert together, if there are two: each block loads its own tokens and half of the
 // weights.
 //
-// Passes of several ranks with many tokens have a kernel (InRounds of a policy) in which rows of
-// late ranks may have a round of their own: see RoundState. Only two roles know of rounds: the
-// scheduler, which makes the tables for the second, and pack. The others go from task to task.
+// In passes of several ranks the rows of late ranks may have a round of their own: see RoundState.
+// Only two roles know of rounds: the scheduler, which makes the tables for the second, and pack. The
+// others go from task to task.
 //
 //   barrier      arrivals that complete a phase                                waited for by
 //   full[s]      weights: 1 arrival + bytes; tokens: 1 arrival + bytes, or     math
@@ -67,7 +67,7 @@
 //   gemm2_done[t]  counted as gemm1_done: cells of tile t are written          combine; tokens and
 //                                                                              pack, to reuse t's h
 //   sent[e]        8 per row of another rank's expert: the row is sent         the last sender
-//   first_sources  kernels with rounds: the first block that chooses them      all blocks
+//   first_sources  several ranks: the first block that chooses them            all blocks
 //
 //   between ranks (their heaps, raised to the epoch):
 //   counts[s][e]   source s has counted its rows for expert e                  all blocks
@@ -125,7 +125,10 @@ __device__ __forceinline__ void describe_pass(const Pass<P>& pass) {
   PassState<P>& state = block.pass;
   block.queue.handed_out = 1;  // see describe_first
   state.send.first_sends = state.send.send_lead = 0;
-  if constexpr (P::kRounds) state.tiles.round = {.last = true};
+  // begin_first_round() chooses the sources of passes of several ranks.
+  if constexpr (!P::kOneRank) {
+    state.tiles.round = {.sources = 1u << pass.life().rank(), .last = true};
+  }
   state.life.going = Going::kOn;
   state.life.plan_failed = false;
   state.life.epoch = *pass.layer.epoch_word;
@@ -162,7 +165,7 @@ __device__ __forceinline__ void loading_group(const Pass<P>& pass) {
     if (elect()) weights_role<kGated>(pass);
   } else if (warp == kSchedulerWarp) {
     scheduler_role(pass.schedule(), [&](bool stored) { return begin_second_round(pass, stored); });
-    if constexpr (P::kRounds) {
+    if constexpr (!P::kOneRank) {
       // The pass was given up, but the pack warp waits for the second round.
       if (!pass.table().last_round()) give_up_second_round(pass);
     }

@@ -53,7 +53,7 @@ struct CallParams : RouteCall, InputCall, OutputCall {
   std::uint32_t tokens;
   std::uint32_t paired;       // 1: launched in pairs of blocks, which do each task together; 0: not
   TraceBuffer trace;          // for traced kernels
-  std::uint64_t patience_ns;  // with late ranks' counts, in kernels that have rounds
+  std::uint64_t patience_ns;  // with late ranks' counts; kWaitsForAll: without end
 };
 
 // The launch parameters that the host must know.
@@ -65,7 +65,6 @@ struct KernelShape {
 using LayerKernel = void (*)(LayerParams, CallParams);
 struct KernelEntry {
   LayerKernel small, large;  // for small and large passes
-  LayerKernel rounds;        // for large passes that may have two rounds: see RoundState
   KernelShape shape;         // of all kernels
   PolicyFacts policy;        // for large passes
   // For layers with up to kUsualExperts places of experts, and for those with more.

@@ -20,8 +20,8 @@ struct LargePass {
   static constexpr GateLoads kGate = GateLoads::kCopyEngine;
   static constexpr Publisher kPublisher = Publisher::kScheduler;
   static constexpr bool kLendsRing = true;  // to tables of many experts
-  static constexpr bool kOneRank = false;   // true: the kernel is compiled for a world of one rank
-  static constexpr bool kRounds = false;    // true: a pass may have two rounds; see InRounds
+  // True: the kernel is compiled for a world of one rank, whose passes have one round.
+  static constexpr bool kOneRank = false;
   // The scheduler's pause between looks at its barriers: a warp that polls without pause takes
   // issue slots from the math warps.
   static constexpr unsigned kSchedulerRestNs = 32;
@@ -85,13 +85,6 @@ template struct ValidPolicy<BF16Policy>;
 template struct ValidPolicy<SmallPass<BF16Policy>>;
 template struct ValidPolicy<FP8Policy>;
 template struct ValidPolicy<SmallPass<FP8Policy>>;
-
-// The policy of large passes of several ranks in which late ranks' rows may be left for a second
-// round: see RoundState. It is a kernel of its own, so that the others have nothing of it.
-template <typename P>
-struct InRounds : P {
-  static constexpr bool kRounds = true;
-};
 
 // Kernels that record when each role did what.
 template <typename P>

@@ -27,7 +27,7 @@ __device__ __forceinline__ bool begin_first_round(const Pass<P>& pass) {
 // True if the round has the rows of this rank's own tokens.
 template <typename P>
 __device__ __forceinline__ bool own_rows(const Pass<P>& pass) {
-  return !P::kRounds || (pass.state().tiles.round.sources >> pass.life().rank() & 1) != 0;
+  return P::kOneRank || (pass.state().tiles.round.sources >> pass.life().rank() & 1) != 0;
 }
 
 // Stores the statistics of a pass with two rounds, of all ranks' counts. Called by one warp of each
@@ -124,9 +124,7 @@ __device__ __forceinline__ bool count_all_rows(const Pass<P>& pass) {
     for (std::uint32_t rehearsal = opaque<1>();; rehearsal = 0) {
       read_counts<kWarpgroup>(pass.exchange(), pass.state().tiles.round.sources);
       if (rehearsal == 0) break;
-      if constexpr (P::kRounds) {
-        if (!begin_first_round(pass)) return false;
-      }
+      if (!begin_first_round(pass)) return false;
       if (!await_counts(pass.exchange(), pass.state().tiles.round.sources)) return false;
       pass.trace().pass(kCountsRecord, &TraceRecord::begin);
     }

@@ -82,6 +82,7 @@ constexpr double patience_ns(const RoundFacts& facts) {
 // Passes of fewer tokens wait for all ranks, unless the caller gives a patience: most of their time
 // is reading weights.
 inline constexpr std::int64_t kLeastTokensOfRounds = 2048;
+inline constexpr std::uint64_t kWaitsForAll = ~std::uint64_t{0};  // the patience of such a pass
 
 // Chooses the sources whose rows a pass takes up in its first round, a bit for each rank; 0: it
 // waits on. `here`: ranks whose counts are here. `ahead`: ranks that compute without having waited

@@ -99,7 +99,7 @@ __device__ __forceinline__ void describe_first(const Schedule<P>& schedule, bool
   const std::uint32_t paired = schedule.paired;
   TileTask task = describe(schedule, workload_of(schedule), blockIdx.x >> paired,
                            paired == 0 ? 0 : rank_in_pair());
-  if constexpr (P::kRounds) {
+  if constexpr (!P::kOneRank) {
     if (task.kind == TaskKind::kNone && !schedule.table.last_round()) {
       // A first round may have fewer tasks than there are blocks. This block's first task is then
       // to combine tokens that do not exist.
@@ -189,7 +189,7 @@ __device__ __forceinline__ void scheduler_role(const Schedule<P>& schedule,
     TileTask task;
     for (;;) {
       task = describe(schedule, work, ticket, share);
-      if (!P::kRounds || rehearsal != 0 || task.kind != TaskKind::kNone ||
+      if (P::kOneRank || rehearsal != 0 || task.kind != TaskKind::kNone ||
           schedule.table.last_round()) {
         break;
       }

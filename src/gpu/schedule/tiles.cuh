@@ -34,7 +34,7 @@ struct TileTables {
 // sources are in the first round is the same for all blocks of a rank (PassWords::first_sources()),
 // but not for all ranks. Late ranks do others' rows first, which others wait for.
 //
-// Where a kernel is not compiled for rounds, there is one.
+// Passes of one rank and passes that wait for all ranks have one round.
 struct RoundState {
   std::uint32_t sources;  // a bit for each rank
   std::uint32_t number;   // 0 or 1
@@ -74,12 +74,12 @@ struct TileTable {
   __device__ bool is_shared(std::uint32_t tile) const {
     return tile - shared_tile() < state.shared_tiles.count;
   }
-  __device__ bool last_round() const { return !P::kRounds || state.round.last; }
-  __device__ std::uint32_t round() const { return P::kRounds ? state.round.number : 0; }
-  __device__ std::uint32_t first_tile() const { return P::kRounds ? state.round.first_tile : 0; }
-  __device__ std::uint32_t first_row() const { return P::kRounds ? state.round.first_row : 0; }
-  __device__ std::uint32_t shared_tile() const { return P::kRounds ? state.round.shared_tile : 0; }
-  __device__ std::uint32_t shared_row() const { return P::kRounds ? state.round.shared_row : 0; }
+  __device__ bool last_round() const { return P::kOneRank || state.round.last; }
+  __device__ std::uint32_t round() const { return P::kOneRank ? 0 : state.round.number; }
+  __device__ std::uint32_t first_tile() const { return P::kOneRank ? 0 : state.round.first_tile; }
+  __device__ std::uint32_t first_row() const { return P::kOneRank ? 0 : state.round.first_row; }
+  __device__ std::uint32_t shared_tile() const { return P::kOneRank ? 0 : state.round.shared_tile; }
+  __device__ std::uint32_t shared_row() const { return P::kOneRank ? 0 : state.round.shared_row; }
   // The shared expert's tiles of this round; they come before all others.
   __device__ std::uint32_t shared_of_round() const {
     return shared_tile() == first_tile() ? state.shared_tiles.count : 0;
@@ -153,9 +153,9 @@ __device__ __forceinline__ void place_tiles(const TileTable<P>& table, std::uint
   if (lane == 31) {
     block.tile_begin[num_experts] = static_cast<Word>(tile);
     table.state.num_rows = row;
-    if (!P::kRounds || shared_tiles.count != 0 || table.round() == 0) {
+    if (P::kOneRank || shared_tiles.count != 0 || table.round() == 0) {
       table.state.shared_tiles = shared_tiles;
-      if constexpr (P::kRounds) {
+      if constexpr (!P::kOneRank) {
         table.state.round.shared_tile = table.first_tile();
         table.state.round.shared_row = table.first_row();
       }
