@@ -110,13 +110,18 @@ template <Flag W>
 
 // Ends all waits of all ranks, now and later, because of a wait that failed. SymmetricHeap::check()
 // then throws on every rank and names wait.rank. If several ranks give up, all report the first.
-inline void give_up(const PeerMap& map, const PeerWait& wait) {
+// `culprit`: the rank that is to blame; by default the one that was waited for.
+inline void give_up(const PeerMap& map, const PeerWait& wait, int culprit = -1) {
   if (wait.state != PeerWait::State::kTimeout) return;  // whoever ended the heap has told all ranks
   PeerControl& mine = *control_of(map, map.rank);
   std::uint64_t none = 0;
   // Another thread of this rank may be here: one record is enough.
   if (!std::atomic_ref(mine.claim).compare_exchange_strong(none, 1)) return;
-  mine.failure = {map.rank, wait.rank, wait.flag, wait.expected, wait.seen, wait.waited_ns};
+  mine.failure = {map.rank, wait.rank, wait.flag, wait.expected, wait.seen, wait.waited_ns, 0};
+  if (culprit >= 0 && culprit != wait.rank) {
+    mine.failure.peer = culprit;
+    mine.failure.awaited = static_cast<std::uint64_t>(wait.rank) + 1;
+  }
   // Releases the record; where another rank was first, acquires its record for those told below.
   std::uint64_t verdict = 0;
   const std::uint64_t own = static_cast<std::uint64_t>(map.rank) + 1;

@@ -70,6 +70,8 @@ struct PeerControl {
     std::int32_t waiter;
     std::int32_t peer;
     std::uint64_t flag, expected, seen, waited_ns;  // as in PeerWait
+    // 1 + the rank that was to raise the flag, where `peer` is one that it waits for; else 0.
+    std::uint64_t awaited;
   };
   // 0 while the heap lives; then 1 + the rank whose `failure` says why, or, with kCalledOff, 1 +
   // the rank that called World::abort(). A reader that sees another value than 0 with acquire order

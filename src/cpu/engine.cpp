@@ -126,6 +126,11 @@ TraceWait to_wait(Phase phase) {
     case Phase::kCombine:
       return TraceWait::kCombine;
     case Phase::kLink:
+    case Phase::kBootstrap:
+    case Phase::kNeighbours:
+    case Phase::kSignal:
+    case Phase::kGaveUp:
+    case Phase::kLeft:
       return TraceWait::kNothing;
   }
   return TraceWait::kNothing;

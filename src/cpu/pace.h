@@ -4,20 +4,23 @@
 #include <algorithm>
 #include <chrono>
 #include <cstdint>
+#include <optional>
 #include <thread>
 
 #include "network/proxy.h"
 #include "protocol/wait.h"
+#include "protocol/world_record.h"
 #include "trace/clock.h"
 
 namespace switchyard::cpu {
 
 class HostPace : public protocol::WaitsAlone {
  public:
-  // `remote`: of the heap, where some ranks are on other hosts; else null. `stays_awake`: see
-  // kAwake.
-  explicit HostPace(const network::RemoteHeap* remote = nullptr, bool stays_awake = false)
-      : remote_(remote), stays_awake_(stays_awake) {}
+  // `view`: of the heap's ranks. `remote`: of the heap, where some ranks are on other hosts; else
+  // null. `stays_awake`: see kAwake.
+  explicit HostPace(const protocol::WorldView& view, const network::RemoteHeap* remote = nullptr,
+                    bool stays_awake = false)
+      : view_(view), remote_(remote), stays_awake_(stays_awake) {}
 
   static constexpr std::uint32_t kLooksPerAbortCheck = 1;
   static constexpr std::uint32_t kLeastLooksOfAJudge = 64;
@@ -35,6 +38,21 @@ class HostPace : public protocol::WaitsAlone {
   std::uint64_t now() { return last_read_ = clock(); }
   int silent_rank(std::uint64_t deadline_ns) const {
     return remote_ == nullptr ? -1 : remote_->silent_rank(deadline_ns);
+  }
+  // In the world's record waits have the world's numbers.
+  void show(protocol::WaitsFor wait) const {
+    if (!view_.record) return;
+    wait.peer = view_.name(wait.peer);
+    view_.record->show(wait);
+    view_.record->look();
+  }
+  void end_wait() const {
+    if (view_.record) view_.record->end_wait();
+  }
+  bool is_gone(int rank) const { return view_.record && view_.record->is_gone(view_.name(rank)); }
+  std::optional<protocol::WorldRecord::Culprit> behind(int suspect,
+                                                       std::uint64_t deadline_ns) const {
+    return view_.culprit(suspect, std::chrono::nanoseconds(deadline_ns));
   }
   bool propose(const protocol::FailureRecord& record) const {
     return remote_ != nullptr && remote_->propose(record);
@@ -78,6 +96,7 @@ class HostPace : public protocol::WaitsAlone {
     return true;
   }
 
+  const protocol::WorldView& view_;
   const network::RemoteHeap* remote_;
   const bool stays_awake_;
   std::uint64_t last_read_ = 0, yields_since_ = 0;

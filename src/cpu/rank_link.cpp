@@ -14,6 +14,7 @@ RankLink::RankLink(const World& world, std::shared_ptr<const SymmetricSegment> s
                    const protocol::ExpertPartition& experts, const protocol::HostSums& sums,
                    std::chrono::nanoseconds deadline, const char* what)
     : world_(world),
+      view_(world.fabric().view()),
       segment_(std::move(segment)),
       remote_(segment_->remote()),
       sums_(sums),
@@ -48,6 +49,7 @@ void RankLink::start_threads(int threads, std::function<void()> enter) {
 }
 
 void RankLink::in_parallel(std::uint64_t epoch, const std::function<void(int)>& body, bool alone) {
+  if (view_.record) view_.record->go_on();
   const auto on_thread = [&](int thread) {
     try {
       body(thread);
@@ -94,7 +96,7 @@ void RankLink::fail() const {
 }
 
 void RankLink::give_up(const protocol::FailureRecord& record) const {
-  if (HostPace(remote_).propose(record)) await_abort();  // Somebody raises the word soon.
+  if (HostPace(view_, remote_).propose(record)) await_abort();  // Somebody raises the word soon.
   if (!aborted()) protocol::abort_world(heaps_, record);
 }
 

@@ -95,7 +95,7 @@ class RankLink {
   template <typename Ready, typename WhatIsMissing>
   protocol::WaitResult wait(std::uint64_t epoch, bool stays_awake, Ready&& ready,
                             WhatIsMissing&& missing) const {
-    HostPace pace(remote_, stays_awake);
+    HostPace pace(view_, remote_, stays_awake);
     return protocol::wait_until(heaps_, epoch, deadline_ns_, pace, ready, missing);
   }
   bool aborted() const { return protocol::aborted(heaps_); }
@@ -195,6 +195,7 @@ class RankLink {
   void await_abort() const;
 
   World world_;
+  protocol::WorldView view_;
   std::shared_ptr<const SymmetricSegment> segment_;
   protocol::Heaps heaps_;
   network::RemoteHeap* remote_ = nullptr;  // null where all ranks are on this host

@@ -9,6 +9,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <cerrno>
 #include <cstring>
 #include <string_view>
@@ -51,6 +52,14 @@ Clock::time_point retry_time(Clock::time_point until) {
   return std::min(until, Clock::now() + kRetryInterval);
 }
 
+// Ends the wait that a collective showed in the world's record, whether or not it failed.
+struct EndOfWait {
+  protocol::WorldRecord* record;
+  ~EndOfWait() {
+    if (record != nullptr) record->end_wait();
+  }
+};
+
 // Returns a number by which frames of different worlds can be told apart. It is never 0.
 std::uint64_t random_world() {
   std::uint64_t number = 0;
@@ -71,8 +80,12 @@ std::string rendezvous_socket_name(std::string_view rendezvous) {
 
 Bootstrap::Bootstrap(int rank, int size, const std::string& rendezvous,
                      std::chrono::milliseconds deadline, std::string job,
-                     const network::Secret& secret)
-    : rank_(rank), size_(size), deadline_(checked_deadline(deadline)), job_(std::move(job)) {
+                     const network::Secret& secret, protocol::WorldView view)
+    : rank_(rank),
+      size_(size),
+      deadline_(checked_deadline(deadline)),
+      job_(std::move(job)),
+      view_(std::move(view)) {
   if (size < 1 || rank < 0 || rank >= size) {
     throw Error(ErrorCode::kInvalidArgument,
                 fmt::format("rank {} of {} was asked for; ranks are 0 to size - 1, and a world has "
@@ -88,6 +101,23 @@ Bootstrap::Bootstrap(int rank, int size, const std::string& rendezvous,
     admit_members();
   } else {
     join();
+  }
+}
+
+Bootstrap::~Bootstrap() {
+  if (!parting_ || death_ || called_off_.load(std::memory_order_acquire)) return;
+  for (Channel& channel : channels_) {
+    if (channel.fd() < 0) continue;
+    channel.queue(failure_frame(ErrorCode::kAborted, parting_->message, parting_->failure));
+    channel.flush();
+  }
+}
+
+void Bootstrap::part(const std::string& message, const WaitFailure& failure) noexcept {
+  try {
+    parting_ = Death{message, failure};
+  } catch (...) {
+    // There is no memory for the message; the record says whom this rank gave up on.
   }
 }
 
@@ -108,13 +138,62 @@ std::chrono::nanoseconds Bootstrap::waited(const Wait& wait) const {
 }
 
 WaitFailure Bootstrap::failure_record(const Wait& wait, int peer) const {
-  return bootstrap_failure(wait.waiter, peer, num_collectives_, size_, wait.num_arrived,
+  return bootstrap_failure(name(wait.waiter), name(peer), num_collectives_, size_, wait.num_arrived,
                            waited(wait));
+}
+
+Clock::time_point Bootstrap::keep_watch(int peer, Clock::time_point until) {
+  if (!view_.record) return until;
+  const bool all = size_ == world_size();
+  view_.record->show({all ? protocol::Phase::kBootstrap : protocol::Phase::kNeighbours, name(peer),
+                      num_collectives_, false});
+  view_.record->look();
+  return std::min(until, Clock::now() + protocol::WorldRecord::kBeat);
+}
+
+void Bootstrap::fail_late(const Wait& wait, std::span<const int> missing, const std::string& what,
+                          const std::string& known, const std::vector<bool>& arrived) {
+  const Blame found = blame(view_, rank_, missing, deadline_);
+  WaitFailure failure = failure_record(wait, missing.front());
+  failure.peer_rank = found.ranks.front();
+  if (found.because.empty()) {
+    fail(ErrorCode::kTimeout,
+         fmt::format("{} of {} {} within {} ms{}; rank {} was waiting",
+                     missing.size() == 1 ? describe(missing.front()) : list_ranks(found.ranks),
+                     world_size(), what, deadline_.count(), known, name(wait.waiter)),
+         failure, arrived);
+  }
+  std::vector<int> awaited;
+  for (const int rank : missing) awaited.push_back(name(rank));
+  fail(ErrorCode::kTimeout,
+       fmt::format("{} of {} did not go on within {} ms: rank {} waited for {} in {}, and {}{}",
+                   list_ranks(found.ranks), world_size(), deadline_.count(), name(wait.waiter),
+                   list_ranks(awaited), activity_, found.because, known),
+       failure, arrived);
+}
+
+void Bootstrap::fail_closed(const Wait& wait, int rank, bool garbled,
+                            const std::vector<bool>& arrived) {
+  WaitFailure failure = failure_record(wait, rank);
+  if (view_.record) failure.peer_rank = view_.record->given_up_by(name(rank));
+  if (failure.peer_rank != name(rank)) {
+    fail(ErrorCode::kAborted,
+         fmt::format("rank {} of {} is lost to the world: rank {} gave up because of it, and left "
+                     "during {}",
+                     failure.peer_rank, world_size(), name(rank), activity_),
+         failure, arrived);
+  }
+  fail(ErrorCode::kAborted,
+       fmt::format("{} of {} {} during {}: the process ended, or destroyed or aborted its World",
+                   describe(rank), world_size(),
+                   garbled ? "broke the bootstrap protocol" : "closed its connection", activity_),
+       failure, arrived);
 }
 
 std::string Bootstrap::describe(int rank) const {
   const pid_t pid = pids_[static_cast<std::size_t>(rank)];
-  return pid > 0 ? fmt::format("rank {} (process {})", rank, pid) : fmt::format("rank {}", rank);
+  return pid > 0 ? fmt::format("rank {} (process {})", name(rank), pid)
+                 : fmt::format("rank {}", name(rank));
 }
 
 Frame Bootstrap::frame_of(FrameKind kind, std::shared_ptr<const Payload> payload) const {
@@ -178,15 +257,17 @@ void Bootstrap::admit_members() {
 
     if (Clock::now() >= wait.until) {
       const std::vector<bool> arrived = joined();
+      const auto first_missing =
+          static_cast<int>(std::find(arrived.begin(), arrived.end(), false) - arrived.begin());
       std::vector<int> missing;
       for (int r = 0; r < size_; ++r) {
-        if (!arrived[static_cast<std::size_t>(r)]) missing.push_back(r);
+        if (!arrived[static_cast<std::size_t>(r)]) missing.push_back(name(r));
       }
       fail(ErrorCode::kTimeout,
            fmt::format("{} of {} did not arrive at rendezvous '{}' within {} ms{}",
-                       list_ranks(missing), size_, place_->rendezvous(), deadline_.count(),
+                       list_ranks(missing), world_size(), place_->rendezvous(), deadline_.count(),
                        rejections_ + lobby->refusals()),
-           failure_record(wait, missing.front()), arrived);
+           failure_record(wait, first_missing), arrived);
     }
     std::vector<pollfd> fds;
     lobby->add_interest(fds);
@@ -287,9 +368,10 @@ void Bootstrap::join() {
     if (Clock::now() >= wait.until) {
       throw TimeoutError(
           ErrorCode::kTimeout,
-          fmt::format("rank 0 of {} did not arrive at rendezvous '{}' within {} ms, "
+          fmt::format("rank {} of {} did not arrive at rendezvous '{}' within {} ms, "
                       "or had given up or found all its ranks before; rank {} was waiting",
-                      size_, place_->rendezvous(), deadline_.count(), rank_),
+                      name(kRoot), world_size(), place_->rendezvous(), deadline_.count(),
+                      name(rank_)),
           failure_record(wait, kRoot));
     }
     sleep_until(retry_time(wait.until));
@@ -350,24 +432,21 @@ std::optional<Frame> Bootstrap::hear_root(Channel& root, const Wait& wait, bool&
     }
     if (root.at_end()) {
       if (!entered && num_collectives_ == 0) return std::nullopt;
-      fail(ErrorCode::kAborted,
-           fmt::format("{} closed its connection to rank {} during {}: the process ended, or "
-                       "destroyed or aborted its World",
-                       describe(kRoot), rank_, activity_),
-           failure_record(wait, kRoot), {});
+      fail_closed(wait, kRoot, false, {});
     }
-    const Clock::time_point until = entered ? wait.until + kVerdictGrace : wait.until;
+    const Clock::time_point wake = keep_watch(kRoot, wait.until + kVerdictGrace);
+    // A root that is seen to wait gives its verdict soon.
+    const bool patient = entered && (!view_.record || view_.record->waits(name(kRoot), deadline_));
+    const Clock::time_point until = patient ? wait.until + kVerdictGrace : wait.until;
     if (Clock::now() >= until) {
       if (!entered && num_collectives_ == 0) return std::nullopt;
       const std::string known = liveness(kRoot);
-      fail(ErrorCode::kTimeout,
-           fmt::format("{} of {} did not {} {} within {} ms{}{}; rank {} was waiting",
-                       describe(kRoot), size_, entered ? "complete" : "call", activity_,
-                       deadline_.count(), known.empty() ? "" : ", ", known, rank_),
-           failure_record(wait, kRoot), {});
+      fail_late(wait, std::array{kRoot},
+                fmt::format("did not {} {}", entered ? "complete" : "call", activity_),
+                known.empty() ? "" : "; " + known, {});
     }
     std::vector<pollfd> fds{root.interest()};
-    wait_ready(fds, root.congested() ? retry_time(until) : until);
+    wait_ready(fds, root.congested() ? retry_time(until) : std::min(wake, until));
   }
 }
 
@@ -382,12 +461,7 @@ std::optional<Frame> Bootstrap::hear_member(int rank, const Wait& wait,
     fail(ErrorCode::kAborted, received.message, received.failure, arrived);
   }
   if (!frame && member.finished()) {
-    fail(ErrorCode::kAborted,
-         fmt::format("{} of {} {} during {}: the process ended, or destroyed or aborted its World",
-                     describe(rank), size_,
-                     member.garbled() ? "broke the bootstrap protocol" : "closed its connection",
-                     activity_),
-         failure_record(wait, rank), arrived);
+    fail_closed(wait, rank, member.garbled(), arrived);
   }
   return frame;
 }
@@ -403,7 +477,7 @@ void Bootstrap::abort() noexcept {
 
 void Bootstrap::throw_if_called_off() {
   if (!called_off_.load(std::memory_order_acquire)) return;
-  death_ = Death{abort_message(rank_), abort_failure(rank_)};
+  death_ = Death{abort_message(name(rank_)), abort_failure(name(rank_))};
   throw TimeoutError(ErrorCode::kAborted, death_->message, death_->failure);
 }
 
@@ -461,12 +535,15 @@ void Bootstrap::deliver(const Wait& wait) {
     }
     if (slow.empty()) return;
     if (Clock::now() >= until) {
+      std::vector<int> named;
+      for (const int rank : slow) named.push_back(name(rank));
       fail(ErrorCode::kTimeout,
            fmt::format("{} of {} called {} but did not read its result within {} ms",
-                       list_ranks(slow), size_, activity_, deadline_.count()),
+                       list_ranks(named), world_size(), activity_, deadline_.count()),
            failure_record(wait, slow.front()), all_arrived);
     }
-    wait_ready(fds, congested ? retry_time(until) : until);
+    const Clock::time_point wake = keep_watch(slow.front(), until);
+    wait_ready(fds, congested ? retry_time(until) : wake);
   }
 }
 
@@ -475,6 +552,8 @@ std::vector<Frame> Bootstrap::exchange(const Call& call, Frame mine) {
   throw_if_called_off();
   ++num_collectives_;
   activity_ = to_string(call.kind);
+  if (view_.record) view_.record->go_on();
+  const EndOfWait end_of_wait{view_.record.get()};
   if (size_ == 1) {
     std::vector<Frame> parts;
     parts.push_back(std::move(mine));
@@ -540,20 +619,18 @@ std::vector<Frame> Bootstrap::exchange_as_root(const Call& call, Frame mine) {
         if (!hint.empty()) {
           known += fmt::format("; {}", hint);
         } else if (pid > 0) {
-          known += fmt::format("; process {} (rank {}) still runs", pid, r);
+          known += fmt::format("; process {} (rank {}) still runs", pid, name(r));
         }
       }
-      fail(
-          ErrorCode::kTimeout,
-          fmt::format("{} of {} did not call {} within {} ms; rank {} was waiting{}",
-                      list_ranks(missing), size_, activity_, deadline_.count(), wait.waiter, known),
-          failure_record(wait, missing.front()), arrived);
+      fail_late(wait, missing, fmt::format("did not call {}", activity_), known, arrived);
     }
     std::vector<pollfd> fds;
-    for (int r = 1; r < size_; ++r) {
+    int awaited = kRoot;
+    for (int r = size_ - 1; r > 0; --r) {
       fds.push_back(channels_[static_cast<std::size_t>(r)].interest());
+      if (!arrived[static_cast<std::size_t>(r)]) awaited = r;
     }
-    wait_ready(fds, wait.until);
+    wait_ready(fds, keep_watch(awaited, wait.until));
   }
 
   try {
@@ -603,7 +680,7 @@ std::vector<Frame> Bootstrap::exchange_as_member(const Call& call, Frame mine) {
       fail(ErrorCode::kSystem,
            fmt::format("the file descriptor of {} did not reach rank {}, which may have too many "
                        "open: raise `ulimit -n`",
-                       describe(r), rank_),
+                       describe(r), name(rank_)),
            failure_record(wait, rank_), {});
     }
     parts.push_back(std::move(*part));

@@ -28,6 +28,7 @@
 #include "fabric/collective.h"
 #include "fabric/lobby.h"
 #include "fabric/place.h"
+#include "protocol/world_record.h"
 #include "switchyard/error.h"
 
 namespace switchyard {
@@ -44,9 +45,13 @@ class Bootstrap {
   //                             another job's world forms at this rendezvous,
   //   Error{kSpecMismatch}      if two processes disagree on the size, or on the protocol version.
   // `job` is launched_job(): ranks whose jobs are known and differ do not meet. `secret`: of ranks
-  // that meet at a port.
+  // that meet at a port. `view`: the numbers of these ranks in the world that they are part of, for
+  // messages and failures; by default they are the world.
   Bootstrap(int rank, int size, const std::string& rendezvous, std::chrono::milliseconds deadline,
-            std::string job = "", const network::Secret& secret = {});
+            std::string job = "", const network::Secret& secret = {},
+            protocol::WorldView view = {});
+  // Says why this rank gave up, if part() was called, so that nobody takes it for the culprit.
+  ~Bootstrap();
   Bootstrap(const Bootstrap&) = delete;
   Bootstrap& operator=(const Bootstrap&) = delete;
 
@@ -64,6 +69,11 @@ class Bootstrap {
   // Collective. Every rank gives one open descriptor, which stays its own, and receives one of each
   // rank, its own included. Errors as all_gather.
   std::vector<UniqueFd> exchange_fds(int fd);
+
+  // From now on waits are shown in the world's record, and it is asked who is to blame.
+  void set_view(protocol::WorldView view) { view_ = std::move(view); }
+  // Notes what ~Bootstrap() tells the peers.
+  void part(const std::string& message, const WaitFailure& failure) noexcept;
 
   // Ends the collective that this rank is in, and makes all later ones throw kAborted. Peers see
   // the connection end. May be called from any thread.
@@ -95,6 +105,19 @@ class Bootstrap {
   std::chrono::nanoseconds waited(const Wait& wait) const;
   WaitFailure failure_record(const Wait& wait, int peer) const;
   std::string describe(int rank) const;
+  int name(int rank) const { return view_.name(rank); }
+  int world_size() const { return view_.world_size > 0 ? view_.world_size : size_; }
+
+  // Shows in the record that this rank waits for `peer`. Returns when to look again, `until` at the
+  // latest.
+  Clock::time_point keep_watch(int peer, Clock::time_point until);
+  // Throws that `missing`, whom this rank waited for, did not do their part in time.
+  [[noreturn]] void fail_late(const Wait& wait, std::span<const int> missing,
+                              const std::string& what, const std::string& known,
+                              const std::vector<bool>& arrived);
+  // Throws that `rank` closed its connection.
+  [[noreturn]] void fail_closed(const Wait& wait, int rank, bool garbled,
+                                const std::vector<bool>& arrived);
 
   UniqueFd listen_as_root(const Wait& wait);
   void admit_members();
@@ -145,6 +168,8 @@ class Bootstrap {
   const char* activity_ = "making the world";
   std::string rejections_;  // what the root told processes that it turned away
   std::optional<Death> death_;
+  std::optional<Death> parting_;
+  protocol::WorldView view_;
   std::atomic<bool> called_off_{false};  // abort() sets it
 };
 

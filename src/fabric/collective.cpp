@@ -88,6 +88,28 @@ std::string list_ranks(std::span<const int> ranks) {
   return fmt::format("ranks {} and {}", join(ranks.first(ranks.size() - 1), ", "), ranks.back());
 }
 
+Blame blame(const protocol::WorldView& view, int rank, std::span<const int> missing,
+            std::chrono::nanoseconds deadline) {
+  Blame blame;
+  for (const int suspect : missing) {
+    protocol::WorldRecord::Culprit found{view.name(suspect), -1, {}};
+    if (view.record) found = view.record->culprit(found.rank, deadline);
+    if (found.rank == view.name(rank)) found = {view.name(suspect), -1, {}};
+    if (found.witness >= 0) {
+      const bool gave_up = found.wait.phase == protocol::Phase::kGaveUp;
+      blame.because +=
+          fmt::format("{}rank {} {} rank {}", blame.because.empty() ? "" : ", ", found.witness,
+                      gave_up ? "gave up because of" : "waits for", found.rank);
+      if (!gave_up) blame.because += fmt::format(" ({})", protocol::phase_name(found.wait.phase));
+    }
+    if (std::find(blame.ranks.begin(), blame.ranks.end(), found.rank) == blame.ranks.end()) {
+      blame.ranks.push_back(found.rank);
+    }
+  }
+  std::sort(blame.ranks.begin(), blame.ranks.end());
+  return blame;
+}
+
 WaitFailure bootstrap_failure(int waiter, int peer, std::uint64_t slot, int size, int arrived,
                               std::chrono::nanoseconds waited) {
   WaitFailure failure;

@@ -11,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "protocol/world_record.h"
 #include "switchyard/error.h"
 
 namespace switchyard {
@@ -62,6 +63,16 @@ void attempt_together(Fabric& fabric, const Step& step) {
 
 // A list for messages: "rank 3", "ranks 1 and 3", "ranks 0, 1 and 3".
 std::string list_ranks(std::span<const int> ranks);
+
+// The ranks, by their numbers in the world, because of which those that a collective lacks did not
+// come: they themselves where `because` is empty. A rank that waits for another is not named.
+struct Blame {
+  std::vector<int> ranks;
+  std::string because;
+};
+// `missing` and `rank`, which asks, are of the fabric; `deadline`: of the collective.
+Blame blame(const protocol::WorldView& view, int rank, std::span<const int> missing,
+            std::chrono::nanoseconds deadline);
 
 // The record of a collective that was given up: `waiter` waited for `peer` in the collective with
 // number `slot` in its world (0 while the world is made), with `arrived` of `size` ranks there.

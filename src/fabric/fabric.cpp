@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "base/limits.h"
+#include "fabric/collective.h"
 #include "network/rows.h"
 #include "protocol/control.h"
 
@@ -35,6 +36,39 @@ void Fabric::abort() noexcept {
 std::unique_ptr<network::RowsRegion> Fabric::share_rows(std::span<std::byte>,
                                                         const std::shared_ptr<const void>&, int) {
   return nullptr;
+}
+
+void Fabric::report(const TimeoutError& error) const noexcept {
+  const auto name = [this](int rank) {
+    return rank < 0 || rank >= size() ? rank : view_.name(rank);
+  };
+  WaitFailure failure = error.failure();
+  failure.waiter_rank = name(failure.waiter_rank);
+  failure.peer_rank = name(failure.peer_rank);
+  if (view_.record) view_.record->give_up(failure.peer_rank);
+  tell(error.what(), failure);
+}
+
+void keep_record(Fabric& fabric) {
+  if (fabric.size() == 1) return;
+  struct Memory {
+    std::shared_ptr<SymmetricSegment> words;
+    UniqueFd life;
+  };
+  const auto memory = std::make_shared<Memory>();
+  memory->words = fabric.allocate(sizeof(std::uint64_t));
+  std::vector<std::uint64_t*> words;
+  for (int r = 0; r < fabric.size(); ++r) {
+    words.push_back(reinterpret_cast<std::uint64_t*>(memory->words->base(r)));
+  }
+  UniqueFd life;
+  attempt_together(fabric, [&] { life = protocol::life_of_process(memory->life); });
+  std::vector<UniqueFd> lives = fabric.exchange_fds(life.get());
+  protocol::WorldView view;
+  view.world_size = fabric.size();
+  view.record = std::make_shared<protocol::WorldRecord>(fabric.rank(), std::move(words), memory,
+                                                        std::move(lives));
+  fabric.set_view(std::move(view));
 }
 
 void require_world(int rank, int size) {

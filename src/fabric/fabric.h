@@ -14,6 +14,7 @@
 
 #include "base/origin.h"
 #include "base/posix.h"
+#include "protocol/world_record.h"
 #include "switchyard/error.h"
 
 namespace switchyard {
@@ -78,6 +79,11 @@ class Fabric {
   // receives one of each rank, by rank, its own included.
   virtual std::vector<UniqueFd> exchange_fds(int fd) = 0;
 
+  // The record of the world, and these ranks' numbers there.
+  const protocol::WorldView& view() const { return view_; }
+  // Given once, when the world has been made.
+  virtual void set_view(protocol::WorldView view) { view_ = std::move(view); }
+
   // Returns what is known about a peer that does not answer, e.g. "process 4711 has exited"; empty
   // if nothing is. Never used to decide anything, only to explain a passed deadline.
   virtual std::string liveness(int rank) const = 0;
@@ -101,15 +107,19 @@ class Fabric {
     std::function<void()> hook_;
   };
 
-  // Tells the launcher of the ranks which rank this one blames for a pass that failed.
-  virtual void report(const WaitFailure&) const noexcept {}
+  // Writes into the world's record, and tells peers and the launcher of the ranks, which rank this
+  // one blames for a wait that failed. `error` has this fabric's numbers.
+  void report(const TimeoutError& error) const noexcept;
 
  protected:
   explicit Fabric(std::chrono::milliseconds deadline) : deadline_(deadline) {}
   // Ends the collective that this rank is in, and makes all later ones throw kAborted. Any thread
   // may call it.
   virtual void abort_collectives() noexcept = 0;
+  // `failure` has the world's numbers.
+  virtual void tell(const std::string&, const WaitFailure&) const noexcept {}
   std::chrono::milliseconds deadline_;
+  protocol::WorldView view_;
 
  private:
   std::atomic<bool> aborted_{false};
@@ -119,6 +129,9 @@ class Fabric {
 
 // Throws Error{kInvalidArgument} for a number of ranks, or a rank, that no world has.
 void require_world(int rank, int size);
+
+// Collective. Gives a fabric of processes on one host, which is a whole world, its record.
+void keep_record(Fabric& fabric);
 
 // Throws Error{kUnsupported} if the ranks are on several hosts. `what` was asked for, and needs
 // one.

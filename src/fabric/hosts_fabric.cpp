@@ -21,7 +21,6 @@
 #include "fabric/environment.h"
 #include "fabric/handshake.h"
 #include "fabric/hash.h"
-#include "fabric/launch_report.h"
 #include "fabric/place.h"
 #include "fabric/process_fabric.h"
 #include "network/rows.h"
@@ -56,18 +55,35 @@ class HostsFabric final : public Fabric {
         host_(std::move(parts.host)),
         hosts_(std::move(parts.hosts)) {
     const std::string network_name = parts.network->name();
-    // A line of its own for each rank's clock.
+    // Each rank's clock and its word in the world's record, on lines of their own.
     constexpr std::size_t kLine = 64;
-    const std::shared_ptr<SymmetricSegment> clocks = host_->allocate(kLine);
-    std::vector<std::uint64_t*> alive(static_cast<std::size_t>(size()));
-    for (const int r : hosts_.ranks_of(hosts_.host_of(rank()))) {
-      alive[static_cast<std::size_t>(r)] =
-          reinterpret_cast<std::uint64_t*>(clocks->base(hosts_.local_index(r)));
+    struct Memory {
+      std::shared_ptr<SymmetricSegment> here;
+      std::array<std::uint64_t, protocol::kMaxRanks> elsewhere{};  // words of other hosts' ranks
+      UniqueFd life;
+    };
+    const auto memory = std::make_shared<Memory>();
+    memory->here = host_->allocate(2 * kLine);
+    UniqueFd life;
+    attempt_together(*host_, [&] { life = protocol::life_of_process(memory->life); });
+    std::vector<UniqueFd> lives_here = host_->exchange_fds(life.get());
+    std::vector<std::uint64_t*> alive(static_cast<std::size_t>(size())), words;
+    std::vector<UniqueFd> lives(static_cast<std::size_t>(size()));
+    for (int r = 0; r < size(); ++r) {
+      const auto i = static_cast<std::size_t>(r);
+      words.push_back(&memory->elsewhere[i]);
+      if (!hosts_.same_host(r, rank())) continue;
+      std::byte* const lines = memory->here->base(hosts_.local_index(r));
+      alive[i] = reinterpret_cast<std::uint64_t*>(lines);
+      words.back() = reinterpret_cast<std::uint64_t*>(lines + kLine);
+      lives[i] = std::move(lives_here[static_cast<std::size_t>(hosts_.local_index(r))]);
     }
+    const auto record =
+        std::make_shared<protocol::WorldRecord>(rank(), std::move(words), memory, std::move(lives));
     attempt_together(*world_, [&] {
-      proxy_ = std::make_shared<network::Proxy>(hosts_, rank(), parts.options,
-                                                std::move(parts.network), std::move(alive), clocks,
-                                                std::move(parts.channels), std::move(parts.where));
+      proxy_ = std::make_shared<network::Proxy>(
+          hosts_, rank(), parts.options, std::move(parts.network), std::move(alive), memory,
+          std::move(parts.channels), std::move(parts.where), record);
     });
     // Windows that differ would be written in the wrong places.
     const std::array<std::uint32_t, 2> windows{parts.options.windows.chunk_bytes,
@@ -93,10 +109,16 @@ class HostsFabric final : public Fabric {
           begin, begin + static_cast<std::ptrdiff_t>(mine.size()));
     }
     attempt_together(*world_, [&] { proxy_->start(addresses); });
+    view_ = {record, {}, size()};
+    world_->set_view(view_);
+    host_->set_view({record, hosts_.ranks_of(hosts_.host_of(rank())), size()});
     name_ = fmt::format("{} hosts, {}", hosts_.num_hosts(), network_name);
   }
   // The proxy says goodbye before the connections close.
-  ~HostsFabric() override { proxy_.reset(); }
+  ~HostsFabric() override {
+    if (view_.record) view_.record->leave();
+    proxy_.reset();
+  }
 
   int rank() const override { return world_->rank(); }
   int size() const override { return world_->size(); }
@@ -154,11 +176,11 @@ class HostsFabric final : public Fabric {
     if (!hosts_.same_host(rank, this->rank())) return proxy_->liveness(rank);
     return host_->liveness(hosts_.local_index(rank));
   }
-  void report(const WaitFailure& failure) const noexcept override {
-    tell_launcher_failure(rank(), failure);
-  }
 
  private:
+  void tell(const std::string& message, const WaitFailure& failure) const noexcept override {
+    world_->report(TimeoutError(ErrorCode::kAborted, message, failure));
+  }
   void abort_collectives() noexcept override {
     world_->abort();
     host_->abort();
@@ -293,10 +315,17 @@ std::shared_ptr<Fabric> join_hosts(int rank, int size, const std::string& rendez
   const std::vector<int>& neighbours = hosts.ranks_of(hosts.host_of(rank));
   std::shared_ptr<Fabric> host;
   attempt_together(*world, [&] {
+    // The ranks of other hosts wait, too. With a shorter deadline here they learn whose part is
+    // missing before theirs has passed.
+    const std::chrono::milliseconds shorter = std::max(deadline / 2, std::chrono::milliseconds(1));
     host = make_process_fabric(hosts.local_index(rank), static_cast<int>(neighbours.size()),
-                               local_name, deadline);
+                               local_name, hosts.num_hosts() == 1 ? deadline : shorter, {},
+                               {nullptr, neighbours, size});
   });
-  if (hosts.num_hosts() == 1) return host;
+  if (hosts.num_hosts() == 1) {
+    keep_record(*host);
+    return host;
+  }
 
   // The address by which others reach this host is that of its connection to another host.
   Introduction mine;

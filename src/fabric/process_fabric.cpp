@@ -70,10 +70,14 @@ class ProcessSegment final : public SymmetricSegment {
 class Processes final : public ProcessFabric {
  public:
   Processes(int rank, int size, const std::string& rendezvous, std::chrono::milliseconds deadline,
-            const network::Secret& secret)
+            const network::Secret& secret, protocol::WorldView view)
       : ProcessFabric(deadline),
-        bootstrap_(rank, size, rendezvous, deadline, launched_job(std::getenv), secret) {
-    tell_launcher_deadline(rank, deadline);
+        bootstrap_(rank, size, rendezvous, deadline, launched_job(std::getenv), secret, view) {
+    view_ = std::move(view);
+    tell_launcher_deadline(view_.name(rank), deadline);
+  }
+  ~Processes() override {
+    if (view_.record) view_.record->leave();
   }
 
   const Bootstrap& bootstrap() const override { return bootstrap_; }
@@ -81,24 +85,29 @@ class Processes final : public ProcessFabric {
   int size() const override { return bootstrap_.size(); }
   const char* name() const override { return "shared memory"; }
   std::string liveness(int rank) const override { return bootstrap_.liveness(rank); }
-  void report(const WaitFailure& failure) const noexcept override {
-    tell_launcher_failure(rank(), failure);
+  void set_view(protocol::WorldView view) override {
+    bootstrap_.set_view(view);
+    Fabric::set_view(std::move(view));
   }
 
   void abort_collectives() noexcept override { bootstrap_.abort(); }
 
   void all_gather(std::span<const std::byte> mine, std::span<std::byte> all) override {
-    bootstrap_.all_gather(mine, all);
+    reporting([&] { bootstrap_.all_gather(mine, all); });
   }
 
-  std::vector<UniqueFd> exchange_fds(int fd) override { return bootstrap_.exchange_fds(fd); }
+  std::vector<UniqueFd> exchange_fds(int fd) override {
+    std::vector<UniqueFd> fds;
+    reporting([&] { fds = bootstrap_.exchange_fds(fd); });
+    return fds;
+  }
 
   std::shared_ptr<SymmetricSegment> allocate(std::size_t bytes) override {
     require_same_bytes(*this, bytes);
     UniqueFd file;
     attempt_together(*this, [&] { file = make_memory_file(bytes); });
 
-    std::vector<UniqueFd> files = bootstrap_.exchange_fds(file.get());
+    std::vector<UniqueFd> files = exchange_fds(file.get());
     std::vector<Mapping> mappings;
     attempt_together(*this, [&] {
       for (std::size_t r = 0; r < files.size(); ++r) {
@@ -113,7 +122,23 @@ class Processes final : public ProcessFabric {
   }
 
  private:
-  Bootstrap bootstrap_;
+  void tell(const std::string& message, const WaitFailure& failure) const noexcept override {
+    bootstrap_.part(message, failure);
+    tell_launcher_failure(view_.name(rank()), failure);
+  }
+  // Failures of collectives have the world's numbers already.
+  template <typename Collective>
+  void reporting(const Collective& collective) {
+    try {
+      collective();
+    } catch (const TimeoutError& error) {
+      if (view_.record) view_.record->give_up(error.failure().peer_rank);
+      tell_launcher_failure(view_.name(rank()), error.failure());
+      throw;
+    }
+  }
+
+  mutable Bootstrap bootstrap_;
 };
 
 }  // namespace
@@ -121,8 +146,14 @@ class Processes final : public ProcessFabric {
 std::shared_ptr<ProcessFabric> make_process_fabric(int rank, int size,
                                                    const std::string& rendezvous,
                                                    std::chrono::milliseconds deadline,
-                                                   const network::Secret& secret) {
-  return make_shared_here<Processes>(rank, size, rendezvous, deadline, secret);
+                                                   const network::Secret& secret,
+                                                   protocol::WorldView view) {
+  try {
+    return make_shared_here<Processes>(rank, size, rendezvous, deadline, secret, view);
+  } catch (const TimeoutError& error) {
+    tell_launcher_failure(view.name(rank), error.failure());
+    throw;
+  }
 }
 
 World World::processes(int rank, int size, WorldOptions options) {
@@ -135,7 +166,9 @@ World World::processes(int rank, int size, WorldOptions options) {
   if (rendezvous.starts_with(kTcpScheme)) {
     return World(join_hosts(rank, size, rendezvous, deadline, windows, options.secret));
   }
-  return World(make_process_fabric(rank, size, rendezvous, deadline));
+  const std::shared_ptr<Fabric> fabric = make_process_fabric(rank, size, rendezvous, deadline);
+  keep_record(*fabric);
+  return World(fabric);
 }
 
 }  // namespace switchyard

@@ -17,10 +17,11 @@ class ProcessFabric : public Fabric {
 };
 
 // Collective. If the ranks meet at tcp://host:port, with `secret`, the fabric has collectives and
-// no memory.
+// no memory. `view` as in Bootstrap.
 std::shared_ptr<ProcessFabric> make_process_fabric(int rank, int size,
                                                    const std::string& rendezvous,
                                                    std::chrono::milliseconds deadline,
-                                                   const network::Secret& secret = {});
+                                                   const network::Secret& secret = {},
+                                                   protocol::WorldView view = {});
 
 }  // namespace switchyard

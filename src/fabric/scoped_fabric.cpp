@@ -8,7 +8,9 @@ namespace {
 class ScopedFabric final : public Fabric {
  public:
   explicit ScopedFabric(std::shared_ptr<Fabric> of)
-      : Fabric(of->deadline()), of_(std::move(of)), hook_(*of_, [this] { abort(); }) {}
+      : Fabric(of->deadline()), of_(std::move(of)), hook_(*of_, [this] { abort(); }) {
+    view_ = of_->view();
+  }
 
   int rank() const override { return of_->rank(); }
   int size() const override { return of_->size(); }
@@ -24,8 +26,6 @@ class ScopedFabric final : public Fabric {
   }
   std::vector<UniqueFd> exchange_fds(int fd) override { return of_->exchange_fds(fd); }
   std::string liveness(int rank) const override { return of_->liveness(rank); }
-  // Its user reports failures, with the ranks' numbers in the whole world.
-  void report(const WaitFailure&) const noexcept override {}
 
  private:
   void abort_collectives() noexcept override {}  // Collectives are the other fabric's.

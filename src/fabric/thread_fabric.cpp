@@ -1,6 +1,7 @@
 // Ranks as threads of one process: they meet under a mutex at start-up and share the address space.
 #include <fmt/core.h>
 
+#include <algorithm>
 #include <condition_variable>
 #include <cstring>
 #include <mutex>
@@ -57,7 +58,7 @@ class Meeting {
 
   // Returns when all ranks have contributed. A round that completed is never failed afterwards:
   // either all ranks see it complete or none does.
-  std::shared_ptr<const Round> meet(int rank, Contribution mine) {
+  std::shared_ptr<const Round> meet(int rank, Contribution mine, const protocol::WorldView& view) {
     std::unique_lock lock(mutex_);
     if (death_) throw_world_is_dead(death_->message, death_->failure);
     const std::shared_ptr<Round> round = round_;
@@ -80,12 +81,31 @@ class Meeting {
     const Clock::time_point start = Clock::now();
     const auto settled = [&] { return round->num_arrived == size_ || death_; };
     give_up_on_departed(rank, call);
-    if (!settled_.wait_until(lock, start + deadline_, settled)) {
+    while (!settled() && Clock::now() < start + deadline_) {
+      Clock::time_point until = start + deadline_;
+      if (view.record) {
+        const std::vector<int> missing = round->missing();
+        view.record->show(
+            {protocol::Phase::kBootstrap, missing.front(), num_completed_ + 1, false});
+        view.record->look();
+        until = std::min(until, Clock::now() + protocol::WorldRecord::kBeat);
+      }
+      settled_.wait_until(lock, until, settled);
+    }
+    if (view.record) view.record->end_wait();
+    if (!settled()) {
       const std::vector<int> missing = round->missing();
+      const Blame found = blame(view, rank, missing, deadline_);
       die(ErrorCode::kTimeout,
-          fmt::format("{} of {} did not call {} within {} ms; rank {} was waiting",
-                      list_ranks(missing), size_, to_string(call.kind), deadline_.count(), rank),
-          bootstrap_failure(rank, missing.front(), num_completed_, size_, round->num_arrived,
+          found.because.empty()
+              ? fmt::format("{} of {} did not call {} within {} ms; rank {} was waiting",
+                            list_ranks(missing), size_, to_string(call.kind), deadline_.count(),
+                            rank)
+              : fmt::format("{} of {} did not go on within {} ms: rank {} waited for {} in {}, and "
+                            "{}",
+                            list_ranks(found.ranks), size_, deadline_.count(), rank,
+                            list_ranks(missing), to_string(call.kind), found.because),
+          bootstrap_failure(rank, found.ranks.front(), num_completed_, size_, round->num_arrived,
                             Clock::now() - start));
     }
     if (round->num_arrived < size_) {
@@ -172,7 +192,10 @@ class ThreadFabric final : public Fabric {
       : Fabric(deadline), meeting_(std::move(meeting)), rank_(rank) {}
   ThreadFabric(const ThreadFabric&) = delete;
   ThreadFabric& operator=(const ThreadFabric&) = delete;
-  ~ThreadFabric() override { meeting_->depart(rank_); }
+  ~ThreadFabric() override {
+    if (view_.record) view_.record->leave();
+    meeting_->depart(rank_);
+  }
 
   int rank() const override { return rank_; }
   int size() const override { return meeting_->size(); }
@@ -235,7 +258,8 @@ class ThreadFabric final : public Fabric {
 
  private:
   std::shared_ptr<const Round> meet(Contribution mine) {
-    auto round = meeting_->meet(rank_, std::move(mine));
+    if (view_.record) view_.record->go_on();
+    auto round = meeting_->meet(rank_, std::move(mine), view_);
     std::vector<Call> calls;
     for (const auto& contribution : round->contributions) calls.push_back(contribution->call);
     require_same_call(calls);
@@ -255,8 +279,21 @@ std::vector<World> World::threads(int size, const WorldOptions& options) {
   const auto meeting = std::make_shared<Meeting>(size, deadline);
   std::vector<World> worlds;
   worlds.reserve(static_cast<std::size_t>(size));
+  struct alignas(64) Word {
+    std::uint64_t value = 0;
+  };
+  const auto words = std::make_shared<std::vector<Word>>(static_cast<std::size_t>(size));
   for (int rank = 0; rank < size; ++rank) {
-    worlds.emplace_back(make_shared_here<ThreadFabric>(meeting, rank, deadline));
+    const auto fabric = make_shared_here<ThreadFabric>(meeting, rank, deadline);
+    if (size > 1) {
+      std::vector<std::uint64_t*> of_ranks;
+      for (Word& word : *words) of_ranks.push_back(&word.value);
+      fabric->set_view({std::make_shared<protocol::WorldRecord>(rank, std::move(of_ranks), words,
+                                                                std::vector<UniqueFd>()),
+                        {},
+                        size});
+    }
+    worlds.emplace_back(fabric);
   }
   return worlds;
 }

@@ -9,9 +9,21 @@ namespace switchyard {
 
 void throw_failure(const World& world, const protocol::FailureRecord& record, const char* what) {
   const Fabric& fabric = world.fabric();
+  protocol::FailureRecord blamed = record;
+  // The rank that a kernel waited for may itself wait for another outside that pass. (A rank with
+  // an error of its own, or that is lost, is to blame itself.)
+  if (record.waited_ns != 0 && record.phase != protocol::Phase::kLink &&
+      record.peer != fabric.rank()) {
+    const auto found =
+        fabric.view().culprit(record.peer, std::chrono::nanoseconds(record.waited_ns));
+    if (found && found->rank != fabric.rank() && found->witness >= 0) {
+      blamed.peer = found->rank;
+      blamed.witness = found->witness;
+    }
+  }
   const TimeoutError error =
-      protocol::timeout_error(record, fabric.rank(), fabric.liveness(record.peer), what);
-  fabric.report(error.failure());
+      protocol::timeout_error(blamed, fabric.rank(), fabric.liveness(blamed.peer), what);
+  fabric.report(error);
   throw error;
 }
 

@@ -19,7 +19,7 @@ std::optional<ControlMessage> read_control_message(const std::byte* bytes, int n
   if (phase > static_cast<std::uint8_t>(protocol::Phase::kLink)) return std::nullopt;
   std::uint32_t kind = 0;
   std::memcpy(&kind, bytes + offsetof(ControlMessage, kind), sizeof kind);
-  if (kind < 1 || kind > static_cast<std::uint32_t>(ControlMessage::Kind::kDecline)) {
+  if (kind < 1 || kind > static_cast<std::uint32_t>(ControlMessage::Kind::kRecord)) {
     return std::nullopt;
   }
   std::memcpy(&message, bytes, sizeof message);

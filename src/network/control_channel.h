@@ -23,12 +23,13 @@ struct ControlMessage {
     kGoodbye,    // the rank let go of its World, and needs nothing more
     kPropose,    // the heap of `segment` should be given up because of `record`: decide
     kDecline,    // to the proposer: the rank does not have that heap any more
+    kRecord,     // the rank's `word` in the record of the world
   };
   std::uint32_t magic = kMagic;
   Kind kind = Kind::kAlive;
   std::uint32_t segment = 0;
   std::uint32_t reserved = 0;
-  std::uint64_t word = 0;            // kBeat: waits_for; kAbort: abort
+  std::uint64_t word = 0;            // kBeat: waits_for; kAbort: abort; kRecord
   std::uint64_t progress = 0;        // kBeat
   protocol::FailureRecord record{};  // kAbort: of the rank that `word` names; kPropose
 

@@ -137,13 +137,14 @@ bool RemoteHeap::propose(const protocol::FailureRecord& record) const {
 Proxy::Proxy(const Hosts& hosts, int rank, const ProxyOptions& options,
              std::unique_ptr<Network> network, std::vector<std::uint64_t*> alive,
              std::shared_ptr<const void> keeps_alive, std::vector<ControlChannel> channels,
-             std::vector<std::string> where)
+             std::vector<std::string> where, std::shared_ptr<protocol::WorldRecord> record)
     : hosts_(hosts),
       rank_(rank),
       options_(options),
       alive_(std::move(alive)),
       keeps_alive_(std::move(keeps_alive)),
       where_(std::move(where)),
+      record_(std::move(record)),
       arena_(hosts, rank, options.windows),
       network_(std::move(network)),
       wake_fd_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
@@ -573,6 +574,11 @@ void Proxy::hear(int rank, const ControlMessage& message) {
     return;
   }
   if (message.kind == ControlMessage::Kind::kAlive || distrusted_[i]) return;
+  if (message.kind == ControlMessage::Kind::kRecord) {
+    if (record_) record_->mirror(rank, message.word);
+    last_active_ = Clock::now();
+    return;
+  }
   const std::lock_guard lock(heaps_mutex_);
   const auto entry = heaps_.find(message.segment);
   if (entry == heaps_.end()) {
@@ -726,6 +732,7 @@ void Proxy::beat(Clock::time_point now) {
       told = true;
     }
   }
+  told |= tell_record();
   if (told) {
     last_active_ = now;
   } else {
@@ -735,6 +742,21 @@ void Proxy::beat(Clock::time_point now) {
     }
   }
   next_beat_ = now + (now - last_active_ < kActiveTime ? options_.beat : options_.idle_beat);
+}
+
+// Sends this rank's word of the world's record if it has changed.
+bool Proxy::tell_record() {
+  if (!record_ || record_->word() == told_word_) return false;
+  ControlMessage message;
+  message.kind = ControlMessage::Kind::kRecord;
+  message.word = told_word_ = record_->word();
+  // A wait is said again at the next beat.
+  const bool waits = protocol::WaitsFor::unpack(message.word).is_wait();
+  for (ControlChannel& channel : channels_) {
+    if (!channel.is_open()) continue;
+    waits ? channel.send_if_idle(message) : channel.send(message);
+  }
+  return true;
 }
 
 void Proxy::suspect(int rank, const std::string& why, Clock::duration grace) {
@@ -820,6 +842,7 @@ void Proxy::say_goodbye() {
   // The ranks of this host are told, too: this rank is never silent from now on.
   protocol::store_release(alive_[static_cast<std::size_t>(rank_)], kGone);
   announce_aborts();
+  tell_record();
   send_to_all(goodbye);
   const Clock::time_point until = Clock::now() + kFarewell;
   for (;;) {

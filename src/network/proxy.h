@@ -35,6 +35,7 @@
 #include "network/records.h"
 #include "network/ring.h"
 #include "protocol/control.h"
+#include "protocol/world_record.h"
 
 namespace switchyard::network {
 
@@ -109,10 +110,12 @@ class Proxy final : private Landing {
  public:
   // `alive`: for every rank of this host a word that its proxy keeps writing the time into, and
   // null for others; `keeps_alive` owns them. `channels`: to every rank of other hosts. `where`:
-  // what to call each rank's host.
+  // what to call each rank's host. `record`: of the world; it may be null. Words of other hosts'
+  // ranks are brought there, and this rank's is sent to them.
   Proxy(const Hosts& hosts, int rank, const ProxyOptions& options, std::unique_ptr<Network> network,
         std::vector<std::uint64_t*> alive, std::shared_ptr<const void> keeps_alive,
-        std::vector<ControlChannel> channels, std::vector<std::string> where);
+        std::vector<ControlChannel> channels, std::vector<std::string> where,
+        std::shared_ptr<protocol::WorldRecord> record = nullptr);
   // Says goodbye; waits at most a second for the others' sockets.
   ~Proxy() override;
   Proxy(const Proxy&) = delete;
@@ -198,6 +201,7 @@ class Proxy final : private Landing {
   void hear(int rank, const ControlMessage& message);
   void send_to_all(const ControlMessage& message);
   void beat(Clock::time_point now);
+  bool tell_record();
   void note_proposal(Heap& heap, const protocol::FailureRecord& record) const;
   int who_decides(const Proposal& proposal, Clock::time_point now) const;
   void pursue(std::uint32_t segment, Heap& heap);
@@ -222,6 +226,8 @@ class Proxy final : private Landing {
   std::vector<std::uint64_t*> alive_;
   std::shared_ptr<const void> keeps_alive_;
   std::vector<std::string> where_;
+  const std::shared_ptr<protocol::WorldRecord> record_;
+  std::uint64_t told_word_ = 0;  // of the record
   Arena arena_;
   std::vector<std::shared_ptr<const void>> kept_;  // memory that puts may still read
   std::unique_ptr<Network> network_;

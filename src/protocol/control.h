@@ -12,8 +12,21 @@ namespace switchyard::protocol {
 inline constexpr int kMaxRanks = 64;
 inline constexpr int kMaxTopK = 32;
 
-// kLink: a rank of another host is lost. No rank waits in that phase; failures have it.
-enum class Phase : std::uint8_t { kNone, kGate, kCounts, kDispatch, kExperts, kCombine, kLink };
+enum class Phase : std::uint8_t {
+  kNone,
+  kGate,
+  kCounts,
+  kDispatch,
+  kExperts,
+  kCombine,
+  kLink,  // A rank is lost: its process or its connection ended. No rank waits in this phase.
+  // Outside passes; words of a WorldRecord have these, too.
+  kBootstrap,   // a collective of all ranks at start-up: a wait for all that are not in it
+  kNeighbours,  // a collective of the ranks of a host
+  kSignal,      // a flag of a symmetric heap
+  kGaveUp,      // not a wait: the rank gave up because of `peer`
+  kLeft,        // not a wait: the rank let go of its World
+};
 
 SWITCHYARD_HOST_DEVICE constexpr const char* phase_name(Phase phase) {
   switch (phase) {
@@ -31,6 +44,15 @@ SWITCHYARD_HOST_DEVICE constexpr const char* phase_name(Phase phase) {
       return "combine";
     case Phase::kLink:
       return "link";
+    case Phase::kBootstrap:
+    case Phase::kNeighbours:
+      return "bootstrap";
+    case Phase::kSignal:
+      return "signal";
+    case Phase::kGaveUp:
+      return "gave up";
+    case Phase::kLeft:
+      return "left";
   }
   return "?";
 }
@@ -67,6 +89,10 @@ struct WaitsFor {
   SWITCHYARD_HOST_DEVICE static constexpr WaitsFor unpack(std::uint64_t word) {
     return {static_cast<Phase>(word >> 20 & 15), static_cast<int>(word >> kBeatBits & 255),
             word >> 24 & kMostEpochs, (word >> 63) != 0};
+  }
+  // False for the other words of a WorldRecord.
+  constexpr bool is_wait() const {
+    return phase != Phase::kNone && phase != Phase::kGaveUp && phase != Phase::kLeft;
   }
   static constexpr int kBeatBits = 12;
   static constexpr std::uint64_t kMostEpochs = (std::uint64_t{1} << 39) - 1;

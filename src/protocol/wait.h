@@ -157,6 +157,14 @@ class Patience {
                                    std::uint32_t beat) {
     const WaitsFor wait{lack.phase, lack.peer, epoch, lack.peer == heaps.rank};
     store_release(&heaps.control(heaps.rank)->waits_for, wait.pack(beat));
+    if constexpr (requires { pace.show(wait); }) {
+      pace.show(wait);
+      if (lack.peer != heaps.rank && pace.is_gone(lack.peer)) {
+        // What it did before it ended may be seen only now, so the next look decides.
+        if (gone_ == lack.peer + 1) return end_by_loss(heaps, epoch, pace, lack);
+        gone_ = lack.peer + 1;
+      }
+    }
     const auto now = static_cast<std::uint32_t>(pace.now() / kTick);
     const std::uint64_t judging_ns = judging_time(deadline_ns);
     const std::uint64_t passed = std::uint64_t{now - last_} * kTick;
@@ -187,6 +195,20 @@ class Patience {
       if (silent >= 0 && silent != culprit.rank)
         culprit = {silent, wait.phase, wait.epoch, heaps.rank};
     }
+    // The culprit may itself wait outside this pass, for a rank that the judge's notes do not show.
+    if constexpr (requires { pace.behind(culprit.rank, deadline_ns); }) {
+      if (culprit.rank != heaps.rank) {
+        const auto behind = pace.behind(culprit.rank, deadline_ns);
+        // A rank that is not of this heap is named by those who wait for it. This one waits for
+        // them a little longer.
+        if (!behind && waited_ <= deadline_ns + deadline_ns / 16) return false;
+        if (behind && behind->rank != culprit.rank && behind->rank != heaps.rank &&
+            behind->witness >= 0) {
+          culprit.rank = behind->rank;
+          culprit.witness = behind->witness;
+        }
+      }
+    }
     const FailureRecord record{heaps.rank,    culprit.rank, culprit.phase,
                                culprit.epoch, lack.slot,    lack.expected,
                                lack.observed, waited_,      culprit.witness};
@@ -200,12 +222,27 @@ class Patience {
   }
 
   // Called when the wait is over, for whatever reason.
-  SWITCHYARD_HOST_DEVICE void end(const Heaps& heaps) const {
-    if (clock_runs_) store_release(&heaps.control(heaps.rank)->waits_for, std::uint64_t{0});
+  template <typename Pace>
+  SWITCHYARD_HOST_DEVICE void end(const Heaps& heaps, const Pace& pace) const {
+    if (clock_runs_) {
+      store_release(&heaps.control(heaps.rank)->waits_for, std::uint64_t{0});
+      if constexpr (requires { pace.end_wait(); }) pace.end_wait();
+    }
     if (judging_ != 0) stop_judging(heaps);
   }
 
  private:
+  // Aborts the world because a rank that this one waits for will never do its part. Returns false
+  // if another rank is going to say so.
+  template <typename Pace>
+  bool end_by_loss(const Heaps& heaps, std::uint64_t epoch, Pace& pace, const Missing& lack) {
+    const FailureRecord record{heaps.rank,    lack.peer,     Phase::kLink, epoch,     lack.slot,
+                               lack.expected, lack.observed, waited_ + 1,  heaps.rank};
+    if (pace.propose(record)) return false;
+    abort_world(heaps, record);
+    return true;
+  }
+
   // Times and counts are kept in 32 bits, because kernels are short of registers. Between two looks
   // few ticks pass and few steps are completed, so the low bits suffice.
   static constexpr std::uint64_t kTick = 1024;  // ns
@@ -216,6 +253,7 @@ class Patience {
   std::uint32_t judging_ = 0;  // 1 + the looks since this thread became the judge; 0: it is not
   std::uint32_t last_ = 0, progress_ = 0;
   std::uint64_t waited_ = 0;  // ns
+  int gone_ = 0;  // 1 + the rank that was gone at the last look; 0: none. Kernels do not use it.
 };
 
 // Waits until ready() is true.
@@ -229,6 +267,8 @@ class Patience {
 //              heard of for a good part of the deadline, or -1
 //              propose(record), there, too: false if this rank has to end the world itself; else
 //              another rank does soon
+//              show(wait), end_wait(), is_gone(rank), behind(rank, deadline in ns), where the
+//              waiter knows the world's record: see WorldRecord
 // The deadline counts from the last step that any rank completed. A pass has finitely many steps,
 // so a slow world is waited for, and one in which nothing moves for deadline_ns is not. A rank that
 // was itself stopped for a while cannot judge that time, and does not count it.
@@ -257,7 +297,7 @@ SWITCHYARD_HOST_DEVICE WaitResult wait_until(const Heaps& heaps, std::uint64_t e
       break;
     }
   }
-  patience.end(heaps);
+  patience.end(heaps, pace);
   return result;
 }
 

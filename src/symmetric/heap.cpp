@@ -1,7 +1,9 @@
 // SymmetricHeap: who has which bytes, whether ranks agree, and how a heap that died says so.
 #include <fmt/core.h>
 
+#include <algorithm>
 #include <bit>
+#include <chrono>
 #include <optional>
 #include <string>
 #include <thread>
@@ -103,6 +105,9 @@ class SymmetricHeap::State {
                             map.size, map.size - 1));
   }
 
+  // Waits as host::wait_until() does, and shows in the world's record that it waits. A rank that is
+  // gone is not waited for. `culprit` receives the rank to blame where the deadline passes.
+  PeerWait wait(const std::uint64_t* flag, std::uint64_t value, int peer, int& culprit) const;
   [[noreturn]] void fail(std::uint64_t abort) const;
   [[noreturn]] void fail(const PeerControl::Failure& seen) const;
 
@@ -117,6 +122,41 @@ class SymmetricHeap::State {
   HeapCalls calls;
   std::optional<Fabric::AbortHook> abort_hook;  // last: it uses the memory
 };
+
+PeerWait SymmetricHeap::State::wait(const std::uint64_t* flag, std::uint64_t value, int peer,
+                                    int& culprit) const {
+  culprit = peer;
+  using std::chrono::nanoseconds;
+  constexpr auto kBeat =
+      static_cast<std::uint64_t>(nanoseconds(protocol::WorldRecord::kBeat).count());
+  const protocol::WorldView& view = world.fabric().view();
+  if (!view.record) return host::wait_until(map, flag, value, peer);
+  std::uint64_t waited = 0;
+  bool gone = false;
+  for (;;) {
+    const std::uint64_t left = map.deadline_ns - waited;
+    PeerWait outcome =
+        host::wait_until(map, flag, value, peer, Until::kAtLeast, gone ? 0 : std::min(kBeat, left));
+    waited += outcome.waited_ns;
+    if (outcome.state != PeerWait::State::kTimeout) {
+      view.record->end_wait();
+      return outcome;
+    }
+    if (gone || waited >= map.deadline_ns) {
+      view.record->end_wait();
+      if (!gone) {
+        const auto found = view.culprit(peer, nanoseconds(map.deadline_ns));
+        if (found && found->rank != map.rank) culprit = found->rank;
+      }
+      outcome.waited_ns = waited;
+      return outcome;
+    }
+    view.record->show({protocol::Phase::kSignal, view.name(peer), 0, peer == map.rank});
+    view.record->look();
+    // What it did before it ended may be seen only now, so the flag is looked at once more.
+    gone = peer != map.rank && view.record->is_gone(view.name(peer));
+  }
+}
 
 // Why the heap died, by an abort word that is not 0.
 void SymmetricHeap::State::fail(std::uint64_t abort) const {
@@ -133,21 +173,26 @@ void SymmetricHeap::State::fail(const PeerControl::Failure& seen) const {
   failure.expected = seen.expected;
   failure.observed = seen.seen;
   failure.waited_seconds = static_cast<double>(seen.waited_ns) * 1e-9;
-  std::string message = fmt::format(
-      "rank {} did not raise the flag at offset {} of rank {}'s symmetric heap: rank {} waited "
-      "{:.3f} s for {}, and saw {}",
-      seen.peer, seen.flag, seen.waiter, seen.waiter, failure.waited_seconds, seen.expected,
-      seen.seen);
-  // The rank that was waited for may itself have waited for one that is gone.
+  const auto awaited = seen.awaited == 0 ? seen.peer : static_cast<int>(seen.awaited) - 1;
+  std::string message =
+      awaited == seen.peer
+          ? fmt::format("rank {} did not raise the flag at offset {} of rank {}'s symmetric heap",
+                        seen.peer, seen.flag, seen.waiter)
+          : fmt::format(
+                "rank {} did not go on: rank {} waits for it, and therefore did not raise "
+                "the flag at offset {} of rank {}'s symmetric heap",
+                seen.peer, awaited, seen.flag, seen.waiter);
+  message += fmt::format(": rank {} waited {:.3f} s for {}, and saw {}", seen.waiter,
+                         failure.waited_seconds, seen.expected, seen.seen);
   const Fabric& fabric = world.fabric();
-  for (int r = 0; r < map.size; ++r) {
-    const std::string known = fabric.liveness(r);
-    if (!known.empty()) message += "; " + known;
+  if (const std::string known = fabric.liveness(seen.peer); !known.empty()) {
+    message += "; " + known;
   }
   message += "; this symmetric heap cannot be used any more, make a new one on every rank";
-  fabric.report(failure);
-  throw TimeoutError(seen.waiter == map.rank ? ErrorCode::kTimeout : ErrorCode::kAborted, message,
-                     failure);
+  const TimeoutError error(seen.waiter == map.rank ? ErrorCode::kTimeout : ErrorCode::kAborted,
+                           message, failure);
+  fabric.report(error);
+  throw error;
 }
 
 SymmetricHeap::SymmetricHeap(const World& world, std::size_t bytes,
@@ -223,16 +268,17 @@ void SymmetricHeap::wait(const std::uint64_t* flag, std::uint64_t value, int pee
                             "at a multiple of 8, and all of it in the heap",
                             offset, state().bytes));
   }
-  const PeerWait outcome = host::wait_until(state().map, flag, value, peer);
+  int culprit = peer;
+  const PeerWait outcome = state().wait(flag, value, peer, culprit);
   if (outcome) return;
-  host::give_up(state().map, outcome);
+  host::give_up(state().map, outcome, culprit);
   // Another thread of this rank may be about to raise the word.
   for (int i = 0; i < 1000; ++i) {
     check();
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
   state().fail({state().map.rank, outcome.rank, outcome.flag, outcome.expected, outcome.seen,
-                outcome.waited_ns});
+                outcome.waited_ns, 0});
 }
 
 void SymmetricHeap::check() const {

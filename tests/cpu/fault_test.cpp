@@ -199,7 +199,7 @@ TEST(Fault, AKilledProcessIsNamedAndTheSurvivorsGoOn) {
     share.forward(layer);
     const Matrix before = share.y;
     const test::Blame blame = test::blame_of(
-        1, [&] { share.forward(layer); }, "dispatch");
+        1, [&] { share.forward(layer); }, "link");
     EXPECT_EQ(blame.failure.epoch, 3u);
     EXPECT_THAT(blame.words, ::testing::HasSubstr("has exited"));
     world_options.rendezvous += " survivors";

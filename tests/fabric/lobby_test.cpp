@@ -356,8 +356,7 @@ TEST(Rendezvous, AMessageOfAnotherWorldIsRefused) {
   const std::string rendezvous = fresh_rendezvous();
   expect_processes(2, [&](int rank) {
     if (rank == 0) {
-      World world = join(0, 2, rendezvous);
-      EXPECT_THAT(error_of(ErrorCode::kSystem, [&] { world.barrier(); }),
+      EXPECT_THAT(error_of(ErrorCode::kSystem, [&] { join(0, 2, rendezvous); }),
                   AllOf(HasSubstr("rank 1 (process "), HasSubstr("another world")));
       return;
     }
@@ -374,8 +373,7 @@ TEST(Rendezvous, AMemberThatBreaksTheProtocolIsNamed) {
   const std::string rendezvous = fresh_rendezvous();
   expect_processes(2, [&](int rank) {
     if (rank == 0) {
-      World world = join(0, 2, rendezvous);
-      EXPECT_THAT(timeout_of(ErrorCode::kAborted, 1, [&] { world.barrier(); }),
+      EXPECT_THAT(timeout_of(ErrorCode::kAborted, 1, [&] { join(0, 2, rendezvous); }),
                   HasSubstr("broke the bootstrap protocol"));
       return;
     }

@@ -328,7 +328,7 @@ TEST(ProcessFabric, ManyWorldsInSequenceLeakNothing) {
       check_symmetric_memory(world, 1 << 20);
       world.barrier();
       if (i == 0) fds_before = num_open_fds();
-      EXPECT_EQ(num_symmetric_mappings(), 0U);
+      EXPECT_EQ(num_symmetric_mappings(), 3U);  // the world's record, of each rank
       if (i == 50) {
         // Rank 0 holds a connection to each of the others, which hold one.
         const std::size_t roles[] = {2, 1, 1};

@@ -2,7 +2,6 @@
 #pragma once
 
 #include <gtest/gtest.h>
-#include <sys/mman.h>
 #include <sys/socket.h>
 #include <sys/un.h>
 
@@ -10,33 +9,12 @@
 #include <cstring>
 #include <filesystem>
 #include <iterator>
-#include <new>
 #include <string>
 
 #include "fabric/bootstrap.h"
 #include "support/ranks.h"
 
 namespace switchyard::test {
-
-// Memory that a test shares with the children it forks.
-template <typename T>
-class SharedWithChildren {
- public:
-  SharedWithChildren() {
-    void* const page =
-        ::mmap(nullptr, sizeof(T), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
-    if (page == MAP_FAILED) throw std::bad_alloc();
-    value_ = new (page) T{};
-  }
-  SharedWithChildren(const SharedWithChildren&) = delete;
-  SharedWithChildren& operator=(const SharedWithChildren&) = delete;
-  ~SharedWithChildren() { ::munmap(value_, sizeof(T)); }
-  T* operator->() { return value_; }
-  T& operator*() { return *value_; }
-
- private:
-  T* value_;
-};
 
 class RendezvousAddress {
  public:

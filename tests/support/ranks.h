@@ -3,6 +3,7 @@
 
 #include <gtest/gtest.h>
 #include <signal.h>
+#include <sys/mman.h>
 #include <sys/prctl.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -17,6 +18,7 @@
 #include <functional>
 #include <iterator>
 #include <mutex>
+#include <new>
 #include <span>
 #include <string>
 #include <thread>
@@ -190,6 +192,26 @@ inline Blame blame_of(int peer, const std::function<void()>& call, const char* p
   }
   return {};
 }
+
+// Memory that a test shares with the children it forks.
+template <typename T>
+class SharedWithChildren {
+ public:
+  SharedWithChildren() {
+    void* const page =
+        ::mmap(nullptr, sizeof(T), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    if (page == MAP_FAILED) throw std::bad_alloc();
+    value_ = new (page) T{};
+  }
+  SharedWithChildren(const SharedWithChildren&) = delete;
+  SharedWithChildren& operator=(const SharedWithChildren&) = delete;
+  ~SharedWithChildren() { ::munmap(value_, sizeof(T)); }
+  T* operator->() { return value_; }
+  T& operator*() { return *value_; }
+
+ private:
+  T* value_;
+};
 
 // Holds whoever enters until it is opened.
 class Gate {

@@ -1,0 +1,196 @@
+#include "protocol/world_record.h"
+
+#include <fcntl.h>
+#include <fmt/core.h>
+#include <poll.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <optional>
+#include <utility>
+
+#include "protocol/atomics.h"
+
+namespace switchyard::protocol {
+namespace {
+
+std::int64_t now_ns() { return std::chrono::nanoseconds(Clock::now().time_since_epoch()).count(); }
+
+}  // namespace
+
+WorldRecord::WorldRecord(int rank, std::vector<std::uint64_t*> words,
+                         std::shared_ptr<const void> memory, std::vector<UniqueFd> lives)
+    : rank_(rank), words_(std::move(words)), memory_(std::move(memory)), lives_(std::move(lives)) {}
+
+void WorldRecord::show(const WaitsFor& wait) {
+  std::uint64_t* const word = word_of(rank_);
+  // The beat is any number that differs from the last one.
+  store_release(word, wait.pack(static_cast<std::uint32_t>(load_relaxed(word)) + 1));
+}
+
+void WorldRecord::end_wait() {
+  std::uint64_t* const word = word_of(rank_);
+  const std::uint64_t now = load_relaxed(word);
+  // (Another thread of this rank may show its own wait at this moment, or have given up.)
+  if (WaitsFor::unpack(now).is_wait()) compare_exchange(word, now, std::uint64_t{0});
+}
+
+void WorldRecord::go_on() {
+  if (load_relaxed(word_of(rank_)) != 0) store_release(word_of(rank_), std::uint64_t{0});
+}
+
+void WorldRecord::give_up(int culprit) {
+  if (culprit < 0 || culprit >= size() || culprit == rank_) return;
+  store_release(word_of(rank_), WaitsFor{Phase::kGaveUp, culprit, 0, false}.pack(0));
+}
+
+void WorldRecord::leave() {
+  if (WaitsFor::unpack(load_relaxed(word_of(rank_))).phase == Phase::kGaveUp) return;
+  store_release(word_of(rank_), WaitsFor{Phase::kLeft, rank_, 0, false}.pack(0));
+}
+
+std::uint64_t WorldRecord::word() const { return load_acquire(word_of(rank_)); }
+
+void WorldRecord::mirror(int rank, std::uint64_t word) { store_release(word_of(rank), word); }
+
+void WorldRecord::look() {
+  const std::int64_t now = now_ns();
+  std::int64_t next = next_look_.load(std::memory_order_relaxed);
+  constexpr std::int64_t kInterval = std::chrono::nanoseconds(kBeat / 2).count();
+  if (now < next || !next_look_.compare_exchange_strong(next, now + kInterval)) return;
+  {
+    const std::lock_guard lock(mutex_);
+    for (int r = 0; r < size(); ++r) {
+      Seen& seen = seen_[static_cast<std::size_t>(r)];
+      const std::uint64_t word = load_acquire(word_of(r));
+      if (word == seen.word) continue;
+      seen.word = word;
+      const WaitsFor wait = WaitsFor::unpack(word);
+      // A rank's wait for its own threads often is a consequence of another thread's wait.
+      if (!wait.is_wait() || wait.own || wait.peer >= size()) continue;
+      seen.wait = word;
+      seen.changed = now;
+    }
+  }
+  look_at_lives();
+}
+
+void WorldRecord::look_at_lives() const {
+  std::array<pollfd, kMaxRanks> fds;
+  std::array<int, kMaxRanks> ranks;
+  nfds_t count = 0;
+  const std::uint64_t ended = ended_.load(std::memory_order_relaxed);
+  for (std::size_t r = 0; r < lives_.size(); ++r) {
+    if (!lives_[r] || (ended >> r & 1) != 0) continue;
+    ranks[count] = static_cast<int>(r);
+    fds[count++] = {lives_[r].get(), POLLIN, 0};
+  }
+  if (count == 0 || ::poll(fds.data(), count, 0) <= 0) return;
+  for (nfds_t i = 0; i < count; ++i) {
+    if (fds[i].revents != 0) ended_.fetch_or(std::uint64_t{1} << ranks[i]);
+  }
+}
+
+bool WorldRecord::is_gone(int rank) const {
+  return (ended_.load(std::memory_order_acquire) >> rank & 1) != 0 ||
+         WaitsFor::unpack(load_acquire(word_of(rank))).phase == Phase::kLeft;
+}
+
+int WorldRecord::given_up_by(int rank) const {
+  const WaitsFor said = WaitsFor::unpack(load_acquire(word_of(rank)));
+  return said.phase == Phase::kGaveUp && said.peer < size() ? said.peer : rank;
+}
+
+std::string WorldRecord::liveness(int rank) const {
+  if (WaitsFor::unpack(load_acquire(word_of(rank))).phase == Phase::kLeft) {
+    return fmt::format("rank {} has destroyed its World", rank);
+  }
+  if (!is_gone(rank)) return "";
+  return fmt::format("the process of rank {} has ended", rank);
+}
+
+bool WorldRecord::is_recent(const Seen& seen, std::chrono::nanoseconds deadline) const {
+  // This is long compared with the time between two beats, on a busy host and between hosts.
+  using std::chrono::milliseconds;
+  const auto window =
+      std::clamp<std::chrono::nanoseconds>(deadline / 4, milliseconds(100), milliseconds(2'000));
+  return seen.wait != 0 && now_ns() - seen.changed <= window.count();
+}
+
+bool WorldRecord::waits(int rank, std::chrono::nanoseconds deadline) const {
+  const std::lock_guard lock(mutex_);
+  return is_recent(seen_[static_cast<std::size_t>(rank)], deadline);
+}
+
+WorldRecord::Culprit WorldRecord::culprit(int suspect, std::chrono::nanoseconds deadline) const {
+  look_at_lives();
+  const std::lock_guard lock(mutex_);
+  const auto wait_of = [&](int rank) -> std::optional<WaitsFor> {
+    const Seen& seen = seen_[static_cast<std::size_t>(rank)];
+    if (is_gone(rank) || !is_recent(seen, deadline)) return {};
+    return WaitsFor::unpack(seen.wait);
+  };
+  // The ranks that are yet to be looked at, each with who waits for it.
+  std::vector<Culprit> pending{{suspect, -1, {}}};
+  std::optional<Culprit> found;  // the first that does not wait
+  std::uint64_t visited = 0;
+  while (!pending.empty()) {
+    const Culprit at = pending.back();
+    pending.pop_back();
+    if ((visited >> at.rank & 1) != 0) continue;
+    visited |= std::uint64_t{1} << at.rank;
+    const WaitsFor said = WaitsFor::unpack(load_acquire(word_of(at.rank)));
+    if (said.phase == Phase::kGaveUp && said.peer < size()) return {said.peer, at.rank, said};
+    if (is_gone(at.rank)) return at;
+    const std::optional<WaitsFor> wait = wait_of(at.rank);
+    if (!wait) {
+      // (This rank asks, so it waits.)
+      if (!found && at.rank != rank_) found = at;
+      continue;
+    }
+    if (wait->phase != Phase::kBootstrap) {
+      pending.push_back({wait->peer, at.rank, *wait});
+      continue;
+    }
+    // A collective waits for all that are not in it.
+    for (int r = size() - 1; r >= 0; --r) {
+      const std::optional<WaitsFor> other = wait_of(r);
+      const bool is_in_it =
+          other && other->phase == Phase::kBootstrap && other->epoch == wait->epoch;
+      if (r != at.rank && !is_in_it) pending.push_back({r, at.rank, *wait});
+    }
+  }
+  // They may wait for each other in a circle.
+  return found.value_or(Culprit{suspect, -1, {}});
+}
+
+UniqueFd life_of_process(UniqueFd& keeps) {
+#ifdef SYS_pidfd_open
+  // (A child that is forked and lives on does not hold it open, as it would hold a pipe.)
+  UniqueFd process(static_cast<int>(::syscall(SYS_pidfd_open, ::getpid(), 0)));
+  if (process) return process;
+#endif
+  int ends[2];
+  if (::pipe2(ends, O_CLOEXEC) != 0) throw_errno("cannot make a pipe");
+  keeps = UniqueFd(ends[1]);
+  return UniqueFd(ends[0]);
+}
+
+int WorldView::rank_of(int name) const {
+  if (names.empty()) return name;
+  const auto found = std::find(names.begin(), names.end(), name);
+  return found == names.end() ? -1 : static_cast<int>(found - names.begin());
+}
+
+std::optional<WorldRecord::Culprit> WorldView::culprit(int suspect,
+                                                       std::chrono::nanoseconds deadline) const {
+  if (!record) return WorldRecord::Culprit{suspect, -1, {}};
+  WorldRecord::Culprit found = record->culprit(name(suspect), deadline);
+  found.rank = rank_of(found.rank);
+  if (found.rank < 0) return {};
+  found.witness = found.witness < 0 ? -1 : rank_of(found.witness);
+  return found;
+}
+
+}  // namespace switchyard::protocol
