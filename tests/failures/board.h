@@ -23,10 +23,10 @@ enum class Outcome : int {
 struct RankBoard {
   std::atomic<int> pid;
   std::atomic<int> round;              // from 1 on; 0: it has no world yet
-  std::atomic<std::int64_t> began_ns;  // of the call that it is in, or that failed
+  std::atomic<std::int64_t> began_ns;  // of the call that it is in, or that failed; 0: of none yet
   std::atomic<std::int64_t> failed_ns;
-  std::atomic<std::int64_t> ended_ns;  // after everything was closed
-  std::atomic<Outcome> outcome;        // set last
+  std::atomic<std::int64_t> ended_ns;  // 0: it has not closed everything
+  std::atomic<Outcome> outcome;        // set behind what was said
   int code, peer, waiter;              // of the TimeoutError
   char phase[24];
   char doing[24];  // the call

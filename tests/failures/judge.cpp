@@ -24,9 +24,12 @@ std::string without_numbers(const std::string& message) {
   static const std::regex place("on [0-9]+\\.[0-9]+\\.[0-9]+\\.[0-9]+");
   static const std::regex several("ranks N(, N)* and N");
   static const std::regex number("[0-9]+(\\.[0-9]+)?");
+  static const std::regex hints(
+      "(; (process N (has exited|is stopped)[^;]*|rank N [^;]* closed its connection))+");
   std::string text = std::regex_replace(message, place, "on HOST");
   text = std::regex_replace(text, number, "N");
   text = std::regex_replace(text, several, "ranks N and N");
+  text = std::regex_replace(text, hints, "; (of processes)");
   if (const auto rendezvous = text.find("rendezvous '"); rendezvous != std::string::npos) {
     const auto end = text.find('\'', rendezvous + 12);
     if (end != std::string::npos) text.erase(rendezvous + 11, end - rendezvous - 10);
@@ -85,10 +88,12 @@ Verdict judge(const Trial& trial, const Limits& limits, const Board& board, cons
   // Nobody can notice at once the end of a rank that was not yet in touch with rank 0.
   constexpr std::int64_t kContact = 100'000'000;
   const RankBoard& victim = board.ranks[trial.victim];
-  const bool in_touch = victim.round > 0 || (victim.began_ns + kContact < harmed &&
-                                             board.ranks[0].began_ns + kContact < harmed);
+  const auto is_there = [&](const RankBoard& rank) {
+    return rank.began_ns != 0 && rank.began_ns + kContact < harmed;
+  };
+  const bool in_touch = victim.round > 0 || (is_there(victim) && is_there(board.ranks[0]));
   const bool at_once = trial.harm != Harm::kStop && in_touch;
-  const std::int64_t limit =
+  const std::int64_t usual =
       nanoseconds(at_once ? limits.at_once : limits.deadline + limits.slack).count();
 
   const std::string where_it_is = fmt::format(
@@ -101,6 +106,8 @@ Verdict judge(const Trial& trial, const Limits& limits, const Board& board, cons
     const std::string doing = rank.doing, words = rank.words;
     const Outcome outcome = rank.outcome;
     const std::int64_t since = std::max(harmed, rank.began_ns.load());
+    const std::int64_t limit =
+        usual + (trial.hosts > 1 && rank.round == 0 ? nanoseconds(limits.hosts_start).count() : 0);
     std::string said, bad;
     switch (outcome) {
       case Outcome::kNone:
@@ -130,8 +137,7 @@ Verdict judge(const Trial& trial, const Limits& limits, const Board& board, cons
         break;
       case Outcome::kTimeout: {
         verdict.nobody_failed = false;
-        const std::string where = fmt::format(
-            "in {}, {} {}", doing, to_string(static_cast<ErrorCode>(rank.code)), rank.phase);
+        const std::string where = fmt::format("in {}, {}", doing, where_it_is);
         said = fmt::format(
             "after {:.0f} ms, {} of its call: {} {} of rank {} by {}: {}",
             since_harm(rank.failed_ns),
@@ -147,9 +153,24 @@ Verdict judge(const Trial& trial, const Limits& limits, const Board& board, cons
         std::set<int> accused = accused_by(words, pids);
         accused.erase(trial.victim);
         if (!accused.empty()) {
-          blame(verdict.innocents,
-                fmt::format("innocent accused {}: {}", where, without_numbers(words)));
+          verdict.innocents = true;
+          // A wrong name is an accusation.
+          if (rank.peer == trial.victim) {
+            blame(verdict.innocents,
+                  fmt::format("innocent accused {}: {}", where, without_numbers(words)));
+          }
           bad += " INNOCENT";
+        }
+        // Over several hosts a rank waits, as it closes, for those of its host that still call, but
+        // no longer than its deadline.
+        if (rank.ended_ns == 0) {
+          said += " (and it had not closed everything)";
+        } else if (const auto closing = nanoseconds(rank.ended_ns - rank.failed_ns);
+                   closing > limits.deadline + limits.slack) {
+          blame(verdict.late, fmt::format("late in closing after a failure, {}", where_it_is));
+          said += fmt::format(" (and closed for {:.0f} ms)",
+                              static_cast<double>(closing.count()) * 1e-6);
+          bad += " LATE";
         }
         if (rank.failed_ns - since > limit) {
           blame(verdict.late, fmt::format("late in {}, {}", doing, where_it_is));
@@ -166,7 +187,7 @@ Verdict judge(const Trial& trial, const Limits& limits, const Board& board, cons
   }
 
   if (launched != nullptr) {
-    verdict.launcher_delay = launched->ended_ns - harmed;
+    if (launched->released_ns == 0) verdict.launcher_delay = launched->ended_ns - harmed;
     const int named = named_by_launcher(launched->errors);
     std::string bad;
     // It names nobody where nobody failed.
@@ -178,10 +199,11 @@ Verdict judge(const Trial& trial, const Limits& limits, const Board& board, cons
     }
     // It ends a rank that is stopped by SIGTERM, which has no effect, and then by SIGKILL.
     const std::int64_t longest =
-        limit + nanoseconds(limits.at_once).count() +
+        usual + nanoseconds(limits.at_once).count() +
+        (trial.hosts > 1 ? nanoseconds(limits.hosts_start + limits.hosts_end).count() : 0) +
         (trial.harm == Harm::kStop ? 2 * nanoseconds(limits.grace).count() : 0);
     const std::int64_t last_call = [&] {
-      std::int64_t last = harmed;
+      std::int64_t last = std::max(harmed, launched->released_ns);
       for (const RankBoard& rank : board.ranks) last = std::max(last, rank.began_ns.load());
       return last;
     }();

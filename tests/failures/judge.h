@@ -20,6 +20,9 @@ struct Limits {
   std::chrono::milliseconds slack{500};
   std::chrono::milliseconds at_once{1'000};  // how long until a rank notices one that has ended
   std::chrono::milliseconds grace{1'000};    // LaunchOptions::grace
+  // What a busy machine takes to start the parts of a world over several hosts: only the collective
+  // behind that misses a stopped rank. And to remove the network namespaces of a launch.
+  std::chrono::milliseconds hosts_start{3'000}, hosts_end{3'000};
 };
 
 // The ranks that a message accuses: of which it says that they did not do something, were lost,
@@ -31,6 +34,8 @@ std::set<int> accused_by(const std::string& message, const std::vector<int>& pid
 struct Launched {
   int exit_code = 0;
   std::int64_t ended_ns = 0;
+  // When the trial ended a stopped rank that nobody missed; else 0.
+  std::int64_t released_ns = 0;
   std::string errors;  // its standard error
 };
 // The rank that the launcher's last line is about; -1 if it named none.

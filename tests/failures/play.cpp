@@ -65,7 +65,6 @@ class Player {
 
   // Until the world fails, or everything is done and closed.
   void run() {
-    begin("start");
     std::this_thread::sleep_for(trial_.arrival[static_cast<std::size_t>(rank_)]);
     if (is_victim() && trial_.scene == Scene::kStart && trial_.how == How::kBeforeAct) harm();
     begin("start");
@@ -269,7 +268,6 @@ void play_rank(const Trial& trial, int rank, const std::string& rendezvous,
   ::signal(SIGUSR1, exit_at_once);
   ::signal(SIGINT, SIG_DFL);
   Player player(trial, rank, rendezvous, deadline, board);
-  mine.began_ns = now_ns();
   mine.pid = ::getpid();
   Outcome outcome = Outcome::kDone;
   try {
@@ -288,9 +286,9 @@ void play_rank(const Trial& trial, int rank, const std::string& rendezvous,
     outcome = Outcome::kOther;
     std::snprintf(mine.words, sizeof mine.words, "%s", error.what());
   }
+  mine.outcome = outcome;
   player.close();
   mine.ended_ns = now_ns();
-  mine.outcome = outcome;
 }
 
 }  // namespace switchyard::failures

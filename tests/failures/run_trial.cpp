@@ -231,7 +231,22 @@ Verdict run_launched(const Trial& trial, const Limits& limits) {
     return launcher.has_ended(0) && board->harmed_ns == 0;
   });
   Launched launched;
-  const bool ended = eventually([&] { return launcher.has_ended(0); }, patience_with(limits));
+  // A launcher rightly waits for a rank that is stopped if all others are done.
+  const auto nobody_misses_it = [&] {
+    for (int r = 0; r < trial.ranks; ++r) {
+      const RankBoard& rank = board->ranks[r];
+      if (r != trial.victim && (rank.outcome != Outcome::kDone || rank.ended_ns == 0)) return false;
+    }
+    return trial.harm == Harm::kStop;
+  };
+  const auto until = patience_with(limits);
+  bool ended = false;
+  eventually([&] { return (ended = launcher.has_ended(0)) || nobody_misses_it(); }, until);
+  if (!ended && nobody_misses_it()) {
+    launched.released_ns = now_ns();
+    ::kill(board->ranks[trial.victim].pid, SIGKILL);
+    ended = eventually([&] { return launcher.has_ended(0); }, until);
+  }
   if (!ended) {
     for (std::size_t r = 0; r < count; ++r) ending.killed[r] = true;
   }
