@@ -85,17 +85,20 @@ Verdict judge(const Trial& trial, const Limits& limits, const Board& board, cons
     verdict.causes.push_back(cause);
   };
 
-  // Nobody can notice at once the end of a rank that was not yet in touch with rank 0.
-  constexpr std::int64_t kContact = 100'000'000;
-  const RankBoard& victim = board.ranks[trial.victim];
-  const auto is_there = [&](const RankBoard& rank) {
-    return rank.began_ns != 0 && rank.began_ns + kContact < harmed;
+  // Nobody can notice at once the end of a rank that was not yet in touch with rank 0, nor can a
+  // rank that is not.
+  const std::int64_t contact = 100'000'000 + 2 * ending.stall_ns;
+  const auto is_in_touch = [&](int r) {
+    const RankBoard& rank = board.ranks[r];
+    return rank.round > 0 || (rank.began_ns != 0 && rank.began_ns + contact < harmed);
   };
-  const bool in_touch = victim.round > 0 || (is_there(victim) && is_there(board.ranks[0]));
-  const bool at_once = trial.harm != Harm::kStop && in_touch;
-  const std::int64_t usual =
-      nanoseconds(at_once ? limits.at_once : limits.deadline + limits.slack).count();
-
+  const bool ends = trial.harm != Harm::kStop && is_in_touch(trial.victim) && is_in_touch(0);
+  const auto limit_of = [&](int r) {
+    const RankBoard& rank = board.ranks[r];
+    auto limit = ends && is_in_touch(r) ? limits.at_once : limits.deadline + limits.slack;
+    if (trial.hosts > 1 && rank.round == 0) limit += limits.hosts_start;
+    return nanoseconds(limit).count() + ending.stall_ns;
+  };
   const std::string where_it_is = fmt::format(
       "{}{}", trial.hosts == 1 ? "one host" : "several hosts", trial.launched ? ", launched" : "");
 
@@ -106,8 +109,9 @@ Verdict judge(const Trial& trial, const Limits& limits, const Board& board, cons
     const std::string doing = rank.doing, words = rank.words;
     const Outcome outcome = rank.outcome;
     const std::int64_t since = std::max(harmed, rank.began_ns.load());
-    const std::int64_t limit =
-        usual + (trial.hosts > 1 && rank.round == 0 ? nanoseconds(limits.hosts_start).count() : 0);
+    const std::int64_t limit = limit_of(r);
+    // A rank that comes when the others have given up finds nobody, and can name only rank 0.
+    const bool comes_too_late = trial.scene == Scene::kStart && !is_in_touch(r) && rank.peer == 0;
     std::string said, bad;
     switch (outcome) {
       case Outcome::kNone:
@@ -144,7 +148,9 @@ Verdict judge(const Trial& trial, const Limits& limits, const Board& board, cons
             static_cast<std::int64_t>(static_cast<double>(rank.failed_ns - rank.began_ns) * 1e-6),
             to_string(static_cast<ErrorCode>(rank.code)), rank.phase, rank.peer, rank.waiter,
             words);
-        if (rank.peer != trial.victim) {
+        if (comes_too_late) {
+          said += " (it came too late to know)";
+        } else if (rank.peer != trial.victim) {
           blame(verdict.wrong, fmt::format("wrong name {}: {}", where, without_numbers(words)));
           bad += " WRONG";
         } else {
@@ -152,7 +158,7 @@ Verdict judge(const Trial& trial, const Limits& limits, const Board& board, cons
         }
         std::set<int> accused = accused_by(words, pids);
         accused.erase(trial.victim);
-        if (!accused.empty()) {
+        if (!accused.empty() && !comes_too_late) {
           verdict.innocents = true;
           // A wrong name is an accusation.
           if (rank.peer == trial.victim) {
@@ -181,6 +187,7 @@ Verdict judge(const Trial& trial, const Limits& limits, const Board& board, cons
     }
     verdict.report += fmt::format("    rank {}{}, in {}: {}\n", r, bad, doing, said);
   }
+  verdict.before_harm = ending.before_harm;
   if (ending.before_harm) {
     blame(verdict.wrong, "a rank failed before the harm");
     verdict.report += "    a rank failed before anything was done to the victim\n";
@@ -198,9 +205,11 @@ Verdict judge(const Trial& trial, const Limits& limits, const Board& board, cons
       bad += " WRONG";
     }
     // It ends a rank that is stopped by SIGTERM, which has no effect, and then by SIGKILL.
+    std::int64_t ranks_take = 0;
+    for (int r = 0; r < trial.ranks; ++r) ranks_take = std::max(ranks_take, limit_of(r));
     const std::int64_t longest =
-        usual + nanoseconds(limits.at_once).count() +
-        (trial.hosts > 1 ? nanoseconds(limits.hosts_start + limits.hosts_end).count() : 0) +
+        ranks_take + nanoseconds(limits.at_once).count() +
+        (trial.hosts > 1 ? nanoseconds(limits.hosts_end).count() : 0) +
         (trial.harm == Harm::kStop ? 2 * nanoseconds(limits.grace).count() : 0);
     const std::int64_t last_call = [&] {
       std::int64_t last = std::max(harmed, launched->released_ns);
@@ -215,9 +224,13 @@ Verdict judge(const Trial& trial, const Limits& limits, const Board& board, cons
         fmt::format("    launcher{}: exit code {} after {:.0f} ms: {}\n", bad, launched->exit_code,
                     since_harm(launched->ended_ns), launched->errors);
   }
+  if (constexpr std::int64_t kWorthTelling = 100'000'000; ending.stall_ns > kWorthTelling) {
+    verdict.report +=
+        fmt::format("    the machine stood still for {} ms\n", ending.stall_ns / 1'000'000);
+  }
   std::ranges::sort(verdict.causes);
-  const auto repeated = std::ranges::unique(verdict.causes);
-  verdict.causes.erase(repeated.begin(), repeated.end());
+  verdict.causes.erase(std::unique(verdict.causes.begin(), verdict.causes.end()),
+                       verdict.causes.end());
   return verdict;
 }
 

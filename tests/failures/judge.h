@@ -47,6 +47,7 @@ struct Verdict {
   bool late = false;
   bool hangs = false;
   bool launcher = false;             // its last line names another rank, or none
+  bool before_harm = false;          // a rank failed before anything was done to the victim
   bool nobody_failed = true;         // all survivors finished everything
   std::vector<std::int64_t> delays;  // ns from the harm until a rank named the victim
   std::int64_t launcher_delay = 0;   // ns from the harm until the launcher ended; 0: none
@@ -58,7 +59,9 @@ struct Verdict {
 struct Ending {
   std::vector<bool> killed;   // by rank: the trial had to end it
   std::vector<int> statuses;  // by rank: of waitpid(); not of launched ranks
-  bool before_harm = false;   // a rank failed before anything was done to the victim
+  bool before_harm = false;
+  // The longest time for which the machine kept the process of the trial itself from running.
+  std::int64_t stall_ns = 0;
 };
 
 Verdict judge(const Trial& trial, const Limits& limits, const Board& board, const Ending& ending,
