@@ -24,6 +24,7 @@
 
 #include "base/posix.h"
 #include "base/printable.h"
+#include "fabric/guardian.h"
 #include "fabric/launch_report.h"
 #include "fabric/namespaces.h"
 #include "fabric/place.h"
@@ -334,6 +335,8 @@ struct ChildSetup {
   int error_pipe;  // receives errno if the command cannot be run
   int report_socket;
   int network_namespace;  // -1: the launcher's own
+  int rank;
+  const Guardian* guardian;
 };
 
 // Between fork and exec only async-signal-safe calls are allowed: another thread of the launcher
@@ -343,6 +346,7 @@ struct ChildSetup {
   ::prctl(PR_SET_PDEATHSIG, SIGKILL);
   // The launcher may have ended before the call above could take effect.
   if (::getppid() != setup.launcher) ::_exit(kExitCannotRun);
+  setup.guardian->guard_me(setup.rank);
   struct sigaction standard {};
   standard.sa_handler = SIG_DFL;
   for (const int number : kHandledSignals) ::sigaction(number, &standard, nullptr);
@@ -365,7 +369,7 @@ struct ChildSetup {
 
 class Launch {
  public:
-  explicit Launch(const LaunchOptions& options) : options_(options) {
+  explicit Launch(const LaunchOptions& options) : options_(options), guardian_(options.num_ranks) {
     if (options.namespaces > 0) namespaces_.emplace(options.namespaces);
     plan_ = make_plan(options, namespaces_ ? &*namespaces_ : nullptr);
   }
@@ -374,8 +378,10 @@ class Launch {
   ~Launch() {
     // Ranks are still alive here only if an error was thrown.
     signal_ranks(SIGKILL);
-    for (const Rank& rank : ranks_) {
-      if (!rank.ended) ::waitpid(rank.pid, nullptr, 0);
+    for (std::size_t r = 0; r < ranks_.size(); ++r) {
+      if (ranks_[r].ended) continue;
+      guardian_.forget(static_cast<int>(r));
+      ::waitpid(ranks_[r].pid, nullptr, 0);
     }
   }
 
@@ -394,7 +400,6 @@ class Launch {
       reap();
       if (std::all_of(ranks_.begin(), ranks_.end(), [](const Rank& r) { return r.ended; })) break;
       const Clock::time_point now = Clock::now();
-      if (now >= report_at_) report_first_failure();
       if (now >= deadline_) {
         print_error(fmt::format("the ranks still run after {} ms; ending them",
                                 options_.deadline->count()));
@@ -407,8 +412,8 @@ class Launch {
         stop_at_ = Clock::time_point::max();
         kill_at_ = std::min(kill_at_, now + options_.grace);
       }
-      if (now >= kill_at_) {
-        signal_ranks(SIGKILL);
+      if (now >= kill_at_ || only_stopped_ranks_are_left()) {
+        kill_ranks();
         kill_at_ = Clock::time_point::max();
       }
       sleep(std::min({now + kReapInterval, deadline_, stop_at_, kill_at_}));
@@ -420,14 +425,23 @@ class Launch {
   }
 
  private:
+  // The state in which the launcher saw a rank before it sent a signal to the ranks itself.
+  enum class Fate { kRuns, kStopped, kExited, kKilled };
+
   struct Rank {
     pid_t pid = -1;
+    // The process that made the rank's World: `pid`, or a process that it started. 0: none has.
+    pid_t world_process = 0;
     bool ended = false;
+    Fate fate = Fate::kRuns;
+    int status = 0;  // the exit code, or the number of the signal that killed or stopped it
+    std::optional<LaunchReport> report;  // its first since it made its last World
   };
   struct Failure {
     std::size_t rank;
     bool signalled;
     int status;  // the signal's number or the exit code
+    bool interrupted;
   };
 
   // Starts the ranks. If the command cannot be run, kills the ranks begun so far and returns false.
@@ -468,13 +482,15 @@ class Launch {
                              err.write_end.get(),
                              error_pipe.write_end.get(),
                              reports_.rank_end(),
-                             namespaces_ ? namespaces_->fd(plan_.host_of(rank)) : -1};
+                             namespaces_ ? namespaces_->fd(plan_.host_of(rank)) : -1,
+                             rank,
+                             &guardian_};
       const pid_t pid = ::fork();
       if (pid < 0) throw_errno(fmt::format("cannot fork rank {}", rank));
       if (pid == 0) become_rank(setup);
       // The child does the same. Whichever is first, the group exists before anyone signals it.
       ::setpgid(pid, pid);
-      ranks_.push_back({pid, false});
+      ranks_.push_back({pid});
       secrets_.push_back(std::move(secret.write_end));
       if (options_.label_output) {
         outputs_.emplace_back(rank, std::move(out.read_end), stdout);
@@ -498,32 +514,50 @@ class Launch {
   // Signals every rank's process group, because a rank may be a shell whose children do the work.
   // The number of a group is not used again before its leader has been waited for.
   void signal_ranks(int number) {
-    // A rank that ends from here on may end because of this signal.
-    report_at_ = std::min(report_at_, Clock::now());
+    note_stops();
+    // From here on a rank may end because of this signal.
+    has_signalled_ = true;
     for (const Rank& rank : ranks_) {
       if (!rank.ended) ::kill(-rank.pid, number);
     }
   }
 
+  // A rank that hangs in the kernel survives even this, so the last line does not wait for it.
+  void kill_ranks() {
+    note_stops();
+    report_first_failure();
+    signal_ranks(SIGKILL);
+  }
+
   void forward(int number) {
-    signal_ranks(forwarded_signal_ == 0 ? number : SIGKILL);
-    if (forwarded_signal_ == 0) kill_at_ = std::min(kill_at_, Clock::now() + options_.grace);
+    if (forwarded_signal_ == 0) {
+      signal_ranks(number);
+      kill_at_ = std::min(kill_at_, Clock::now() + options_.grace);
+    } else {
+      kill_ranks();
+    }
     forwarded_signal_ = number;
   }
 
   void reap() {
     for (std::size_t r = 0; r < ranks_.size(); ++r) {
+      Rank& rank = ranks_[r];
       siginfo_t info{};
-      const id_t pid = static_cast<id_t>(ranks_[r].pid);
-      if (ranks_[r].ended || ::waitid(P_PID, pid, &info, WEXITED | WNOHANG | WNOWAIT) != 0 ||
+      if (rank.ended ||
+          ::waitid(P_PID, static_cast<id_t>(rank.pid), &info, WEXITED | WNOHANG | WNOWAIT) != 0 ||
           info.si_pid == 0) {
         continue;
       }
       const bool failed = info.si_code != CLD_EXITED || info.si_status != 0;
       // Processes that a failed rank leaves behind in its group would run on for ever.
-      if (failed || exit_code_ != 0) ::kill(-ranks_[r].pid, SIGKILL);
-      ::waitpid(ranks_[r].pid, nullptr, 0);
-      ranks_[r].ended = true;
+      if (failed || exit_code_ != 0) ::kill(-rank.pid, SIGKILL);
+      guardian_.forget(static_cast<int>(r));
+      ::waitpid(rank.pid, nullptr, 0);
+      rank.ended = true;
+      if (!has_signalled_) {
+        rank.fate = info.si_code == CLD_EXITED ? Fate::kExited : Fate::kKilled;
+        rank.status = info.si_status;
+      }
       if (failed) record_failure(r, info);
     }
   }
@@ -532,60 +566,160 @@ class Launch {
     const Clock::time_point now = Clock::now();
     const bool signalled = info.si_code != CLD_EXITED;
     if (exit_code_ == 0) {
-      // Once a rank has reported why the world failed, all ranks know it or will know it at once.
-      // So they get no time for their own deadlines.
-      const bool explained = blame_.has_value();
-      report_at_ = now + kSettleTime;
-      stop_at_ = std::min(
-          stop_at_, now + options_.grace + (explained ? std::chrono::milliseconds(0) : patience_));
-    } else if (now >= report_at_ || !signalled || !first_failure_ || first_failure_->signalled) {
+      settled_at_ = now + kSettleTime;
+      stop_at_ =
+          std::min(stop_at_, now + options_.grace +
+                                 (is_explained() ? std::chrono::milliseconds(0) : patience_));
+    } else if (has_signalled_ || now >= settled_at_ || !signalled || !first_failure_ ||
+               first_failure_->signalled || ranks_[rank].report) {
+      // (A rank that has reported why it fails may end by abort(), which is no cause.)
       return;
     }
-    first_failure_ = Failure{rank, signalled, info.si_status};
+    first_failure_ = Failure{rank, signalled, info.si_status, forwarded_signal_ != 0};
     exit_code_ = signalled ? 128 + info.si_status : info.si_status;
   }
 
+  // True if a rank has reported why the world failed. Then all ranks know it or will know it at
+  // once, so they get no time for their own deadlines.
+  bool is_explained() const {
+    return std::any_of(ranks_.begin(), ranks_.end(),
+                       [](const Rank& rank) { return rank.report.has_value(); });
+  }
+
   void hear_reports() {
-    while (const std::optional<LaunchReport> report = reports_.next()) {
-      if (report->kind == LaunchReport::Kind::kDeadline) {
+    while (const std::optional<LaunchReports::Received> received = reports_.next()) {
+      const LaunchReport& report = received->report;
+      const auto num_ranks = static_cast<int>(ranks_.size());
+      Rank* const rank = sender_of(*received);
+      if (rank == nullptr) continue;  // a number that no rank has
+      if (report.kind == LaunchReport::Kind::kDeadline) {
         // No real deadline is longer than a day. A longer one in a report is garbage.
         constexpr std::int64_t kDay = 24 * 3'600'000;
-        patience_ = std::max(patience_, std::chrono::milliseconds(std::clamp<std::int64_t>(
-                                            report->deadline_ms, 0, kDay)));
-      } else if (!blame_ && report->culprit >= 0 && report->culprit < options_.num_ranks) {
-        blame_ = report;
+        patience_ = std::max(patience_, std::chrono::milliseconds(
+                                            std::clamp<std::int64_t>(report.deadline_ms, 0, kDay)));
+        rank->world_process = received->process;
+        // The rank has got over what it reported of an earlier World.
+        rank->report.reset();
+      } else if (!rank->report && report.culprit >= 0 && report.culprit < num_ranks) {
+        rank->report = report;
+        blamers_.push_back(static_cast<std::size_t>(rank - ranks_.data()));
       }
     }
+  }
+
+  // The process group says whose process it is. The number in the report is that of a rank of some
+  // World, which may be one of the ranks of a host.
+  Rank* sender_of(const LaunchReports::Received& received) {
+    const pid_t group = received.process > 0 ? ::getpgid(received.process) : -1;
+    const auto by_group = std::find_if(ranks_.begin(), ranks_.end(), [&](const Rank& rank) {
+      return rank.pid == group && !rank.ended;
+    });
+    if (by_group != ranks_.end()) return &*by_group;
+    const auto number = static_cast<std::size_t>(received.report.rank);
+    return received.report.rank >= 0 && number < ranks_.size() ? &ranks_[number] : nullptr;
+  }
+
+  // The rank that the reports blame. If they disagree, it is the one that something visible has
+  // happened to, and then the one that most blame; of equals the one that was blamed first.
+  std::optional<std::size_t> culprit() const {
+    std::vector<int> votes(ranks_.size());
+    std::vector<std::size_t> candidates;  // in the order in which they were first blamed
+    for (const std::size_t blamer : blamers_) {
+      if (!ranks_[blamer].report) continue;
+      const auto blamed = static_cast<std::size_t>(ranks_[blamer].report->culprit);
+      if (votes[blamed]++ == 0) candidates.push_back(blamed);
+    }
+    if (candidates.empty()) return std::nullopt;
+    if (candidates.size() == 1) return candidates.front();
+    for (std::size_t r = 0; r < ranks_.size(); ++r) {
+      if (votes[r] == 0) candidates.push_back(r);
+    }
+    const auto evidence = [&](std::size_t r) {
+      // A rank that blames another and then dies does so because of what it found.
+      if (ranks_[r].fate == Fate::kKilled && !ranks_[r].report) return 2;
+      return ranks_[r].fate == Fate::kStopped ? 1 : 0;
+    };
+    return *std::max_element(
+        candidates.begin(), candidates.end(), [&](std::size_t a, std::size_t b) {
+          return std::pair(evidence(a), votes[a]) < std::pair(evidence(b), votes[b]);
+        });
   }
 
   void report_first_failure() {
     if (!first_failure_ || reported_) return;
     reported_ = true;
-    const auto [rank, signalled, status] = *first_failure_;
+    const auto [rank, signalled, status, interrupted] = *first_failure_;
     const std::string end =
         signalled ? fmt::format("killed by signal {} ({})", status, ::sigdescr_np(status))
                   : fmt::format("exit code {}", status);
-    if (forwarded_signal_ == 0 && blame_ && static_cast<std::size_t>(blame_->culprit) != rank) {
-      const auto culprit = static_cast<std::size_t>(blame_->culprit);
-      print_error(
-          fmt::format("rank {} (process {}) {} and did not do its part of {} in epoch {}; "
-                      "rank {} noticed first ({})",
-                      culprit, ranks_[culprit].pid, state_of(ranks_[culprit]), blame_->phase,
-                      blame_->epoch, rank, end));
+    const std::optional<std::size_t> blamed = interrupted ? std::nullopt : culprit();
+    if (blamed && *blamed != rank) {
+      print_error(fmt::format("rank {} (process {}) {}{}; rank {} noticed first ({})", *blamed,
+                              ranks_[*blamed].pid, fate_of(ranks_[*blamed]), part_of(*blamed), rank,
+                              end));
       return;
     }
     print_error(fmt::format("rank {} (process {}) {}: {}", rank, ranks_[rank].pid,
-                            forwarded_signal_ == 0 ? "failed first" : "was interrupted", end));
+                            interrupted ? "was interrupted" : "failed first", end));
   }
 
-  static std::string state_of(const Rank& rank) {
-    if (rank.ended) return "has ended";
-    siginfo_t info{};
-    if (::waitid(P_PID, static_cast<id_t>(rank.pid), &info, WSTOPPED | WNOHANG | WNOWAIT) == 0 &&
-        info.si_pid != 0) {
-      return fmt::format("is stopped by signal {}", info.si_status);
+  // The first rank that blames the culprit says in which part it failed.
+  std::string part_of(std::size_t culprit) const {
+    for (const std::size_t blamer : blamers_) {
+      const std::optional<LaunchReport>& report = ranks_[blamer].report;
+      if (!report || report->culprit != static_cast<int>(culprit)) continue;
+      const std::string_view phase = report->phase;
+      if (phase == "abort") return " and gave up because of an error of its own";
+      // Collectives have no epochs.
+      if (phase == "bootstrap") return " and did not do its part of a collective";
+      return fmt::format(" and did not do its part of {} in epoch {}", phase, report->epoch);
     }
-    return "still runs";
+    return "";
+  }
+
+  static std::string fate_of(const Rank& rank) {
+    switch (rank.fate) {
+      case Fate::kExited:
+        return fmt::format("ended with exit code {}", rank.status);
+      case Fate::kKilled:
+        return fmt::format("was killed by signal {} ({})", rank.status, ::sigdescr_np(rank.status));
+      case Fate::kStopped:
+        return rank.status == 0 ? "is stopped"
+                                : fmt::format("is stopped by signal {}", rank.status);
+      case Fate::kRuns:
+        break;
+    }
+    return "still ran";
+  }
+
+  // A shell that runs the rank's program is not stopped together with it. What counts is the
+  // process that made the World, while there is one.
+  static bool is_stopped(const Rank& rank) {
+    const ProcessState state =
+        rank.world_process > 0 ? state_of_process(rank.world_process) : ProcessState::kExited;
+    return (state == ProcessState::kExited ? state_of_process(rank.pid) : state) ==
+           ProcessState::kStopped;
+  }
+
+  void note_stops() {
+    if (has_signalled_) return;
+    for (Rank& rank : ranks_) {
+      if (rank.ended || !is_stopped(rank)) continue;
+      rank.fate = Fate::kStopped;
+      siginfo_t info{};
+      if (::waitid(P_PID, static_cast<id_t>(rank.pid), &info, WSTOPPED | WNOHANG | WNOWAIT) == 0 &&
+          info.si_pid != 0) {
+        rank.status = info.si_status;
+      }
+    }
+  }
+
+  // A stopped rank can neither report nor act on SIGTERM, so once the world has failed and all
+  // others have ended there is nothing to wait for.
+  bool only_stopped_ranks_are_left() const {
+    if (exit_code_ == 0 && forwarded_signal_ == 0) return false;
+    return std::all_of(ranks_.begin(), ranks_.end(),
+                       [](const Rank& rank) { return rank.ended || is_stopped(rank); });
   }
 
   void sleep(Clock::time_point until) {
@@ -603,16 +737,18 @@ class Launch {
   std::vector<UniqueFd> secrets_;
   SignalInbox signals_;
   LaunchReports reports_;
+  Guardian guardian_;
   std::chrono::milliseconds patience_{0};  // the longest that a rank waits for others
-  std::optional<LaunchReport> blame_;      // the first that came
   std::vector<Rank> ranks_;
+  std::vector<std::size_t> blamers_;  // ranks that have reported a failure, in order
   std::vector<LabelledOutput> outputs_;
   int exit_code_ = 0;
   std::optional<Failure> first_failure_;
   bool reported_ = false;
+  bool has_signalled_ = false;
   int forwarded_signal_ = 0;
   Clock::time_point deadline_ = Clock::time_point::max();
-  Clock::time_point report_at_ = Clock::time_point::max();
+  Clock::time_point settled_at_ = Clock::time_point::max();
   Clock::time_point stop_at_ = Clock::time_point::max();  // SIGTERM
   Clock::time_point kill_at_ = Clock::time_point::max();  // SIGKILL
 };

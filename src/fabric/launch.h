@@ -27,7 +27,8 @@ struct LaunchOptions {
   std::vector<std::pair<std::string, std::string>> environment;
   // After a rank failed, the other ranks have this time to report their own error before SIGTERM,
   // and the same time again before SIGKILL. While no rank has said yet why the world failed, the
-  // ranks' own deadlines (WorldOptions::deadline) come on top: all ranks may still be waiting.
+  // ranks' own deadlines (WorldOptions::deadline) come on top: all ranks may still be waiting. A
+  // stopped rank gets no time: it is killed once all others have ended.
   std::chrono::milliseconds grace{5'000};
   // Longest time the ranks may run.
   std::optional<std::chrono::milliseconds> deadline;
@@ -45,14 +46,16 @@ struct LaunchOptions {
 // or a fresh one, which travels through ssh's standard input. There a rank begins in the launcher's
 // working directory, finds what `environment` sets, and is ended when its ssh is. SIGINT, SIGTERM
 // and SIGHUP are forwarded to the ranks; a second signal kills them. The ranks are killed if the
-// calling thread ends before they do.
+// calling thread ends before they do, whatever ends it, and what they started in their process
+// groups with them; guardian.h says what outlives it. Namespaces end with the last of them.
 //
 // Returns 0 if all ranks return 0. Otherwise it returns the exit code of the rank that failed
-// first, or 128 + the signal's number if a signal ended that rank. It then names a rank on stderr:
-// the one that did not do its part, if other ranks found that out, else the one that failed first.
-// It returns 124 if the deadline passed and 127 if the command cannot be run. Throws
-// Error{kInvalidArgument} for options that make no sense and Error{kSystem} if processes cannot be
-// made.
+// first, or 128 + the signal's number if a signal ended that rank. Its last line on stderr then
+// names a rank: the one that did not do its part, if ranks have told who that is, else the one that
+// failed first. If ranks blame different ones, it is one that was killed, then one that is stopped,
+// then the one that most blame. It returns 124 if the deadline passed and 127 if the command cannot
+// be run. Throws Error{kInvalidArgument} for options that make no sense and Error{kSystem} if
+// processes cannot be made.
 //
 // It owns the process's signal mask and SIGCHLD while it runs, so only the main thread of a command
 // should call it.

@@ -3,6 +3,7 @@
 #include <fmt/core.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
+#include <sys/uio.h>
 
 #include <algorithm>
 #include <charconv>
@@ -64,24 +65,43 @@ LaunchReports::LaunchReports() {
   }
   own_end_ = UniqueFd(ends[0]);
   rank_end_ = UniqueFd(ends[1]);
+  const int on = 1;
+  if (::setsockopt(own_end_.get(), SOL_SOCKET, SO_PASSCRED, &on, sizeof on) != 0) {
+    throw_errno("cannot ask for the senders of the ranks' reports");
+  }
 }
 
 std::string LaunchReports::variable() const {
   return fmt::format("{}:{}", rank_end_.get(), inode_of(rank_end_.get()));
 }
 
-std::optional<LaunchReport> LaunchReports::next() {
+std::optional<LaunchReports::Received> LaunchReports::next() {
   for (;;) {
-    LaunchReport report;
-    const ssize_t got = ::recv(own_end_.get(), &report, sizeof report, MSG_DONTWAIT | MSG_TRUNC);
+    Received received;
+    LaunchReport& report = received.report;
+    iovec place{&report, sizeof report};
+    alignas(cmsghdr) char control[CMSG_SPACE(sizeof(ucred))];
+    msghdr message{};
+    message.msg_iov = &place;
+    message.msg_iovlen = 1;
+    message.msg_control = control;
+    message.msg_controllen = sizeof control;
+    const ssize_t got = ::recvmsg(own_end_.get(), &message, MSG_DONTWAIT | MSG_TRUNC);
     if (got < 0) return std::nullopt;
     if (got != sizeof report || report.magic != LaunchReport::kMagic) continue;
+    const cmsghdr* const header = CMSG_FIRSTHDR(&message);
+    if (header != nullptr && header->cmsg_level == SOL_SOCKET &&
+        header->cmsg_type == SCM_CREDENTIALS) {
+      ucred sender{};
+      std::memcpy(&sender, CMSG_DATA(header), sizeof sender);
+      received.process = sender.pid;
+    }
     report.phase[sizeof report.phase - 1] = 0;
     // The phase is shown on a terminal, so other characters are replaced.
     std::replace_if(
         report.phase, report.phase + sizeof report.phase,
         [](char c) { return c != 0 && (c < ' ' || c > '~'); }, '?');
-    return report;
+    return received;
   }
 }
 

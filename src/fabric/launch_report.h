@@ -7,6 +7,8 @@
 // closed and used again.
 #pragma once
 
+#include <sys/types.h>
+
 #include <chrono>
 #include <cstdint>
 #include <optional>
@@ -49,8 +51,12 @@ class LaunchReports {
   std::string variable() const;
 
   int fd() const { return own_end_.get(); }
+  struct Received {
+    LaunchReport report;
+    pid_t process = 0;  // the sender, as the kernel says; 0: of a pid namespace not seen from here
+  };
   // Returns the next report, if there is one. Datagrams that are not reports are skipped.
-  std::optional<LaunchReport> next();
+  std::optional<Received> next();
 
  private:
   UniqueFd own_end_, rank_end_;

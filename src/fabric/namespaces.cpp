@@ -2,12 +2,14 @@
 
 #include <fcntl.h>
 #include <fmt/core.h>
-#include <sys/wait.h>
+#include <sched.h>
 #include <unistd.h>
 
 #include <array>
-#include <atomic>
+#include <cerrno>
 #include <cstdio>
+#include <future>
+#include <string_view>
 
 #include "base/posix.h"
 #include "base/printable.h"
@@ -16,7 +18,7 @@
 namespace switchyard {
 namespace {
 
-// A command's output and its exit status. The command has only fixed words, and names made here.
+// A command's output and its exit status. The command has only fixed words, and numbers made here.
 struct Outcome {
   int status = -1;
   std::string text;
@@ -31,6 +33,28 @@ Outcome run(const std::string& command) {
   return outcome;
 }
 
+[[noreturn]] void throw_unsupported(std::string_view why) {
+  throw Error(ErrorCode::kUnsupported,
+              fmt::format("network namespaces cannot be made here, which needs root and iproute2: "
+                          "{}",
+                          printable(why, 300)));
+}
+
+// Moves the calling thread into a new network namespace, and returns its descriptor.
+UniqueFd unshare_network() {
+  if (::unshare(CLONE_NEWNET) != 0) throw_unsupported(errno_text(errno));
+  UniqueFd entrance(::open("/proc/thread-self/ns/net", O_RDONLY | O_CLOEXEC));
+  if (!entrance) throw_errno("cannot open a network namespace");
+  return entrance;
+}
+
+// Moves the calling thread into a namespace, and runs a script there.
+void run_in(const UniqueFd& entrance, const std::string& script) {
+  if (::setns(entrance.get(), CLONE_NEWNET) != 0) throw_errno("cannot enter a network namespace");
+  const Outcome outcome = run(script);
+  if (outcome.status != 0) throw_unsupported(outcome.text);
+}
+
 }  // namespace
 
 NetworkNamespaces::NetworkNamespaces(int num_hosts) {
@@ -38,49 +62,26 @@ NetworkNamespaces::NetworkNamespaces(int num_hosts) {
     throw Error(ErrorCode::kInvalidArgument,
                 fmt::format("{} network namespaces were asked for; use 1 to 250", num_hosts));
   }
-  static std::atomic<int> count{0};
-  const std::string prefix = fmt::format("sw{}-{}", ::getpid(), count.fetch_add(1));
-  bridge_ = prefix + "-b";
-  std::string script = fmt::format(
-      "ip netns add {0} && ip -n {0} link add name switch type bridge && "
-      "ip -n {0} link set switch up",
-      bridge_);
-  for (int host = 0; host < num_hosts; ++host) {
-    names_.push_back(fmt::format("{}-{}", prefix, host));
-    script += fmt::format(
-        " && ip netns add {0} && ip -n {0} link add eth0 type veth peer name p{1} netns {2} && "
-        "ip -n {2} link set p{1} master switch up && ip -n {0} addr add {3}/24 dev eth0 && "
-        "ip -n {0} link set eth0 up && ip -n {0} link set lo up",
-        names_.back(), host, bridge_, ip(host));
-  }
-  const Outcome outcome = run(script);
-  if (outcome.status != 0) {
-    remove();
-    throw Error(
-        ErrorCode::kUnsupported,
-        fmt::format("network namespaces cannot be made here, which needs root and iproute2: "
-                    "{}",
-                    printable(outcome.text, 300)));
-  }
-  for (const std::string& name : names_) {
-    entrances_.emplace_back(::open(("/run/netns/" + name).c_str(), O_RDONLY | O_CLOEXEC));
-    if (!entrances_.back()) {
-      remove();
-      throw_errno("cannot open a network namespace");
+  // A namespace is a property of a thread, so a thread that ends here makes them, and the caller
+  // stays where it is.
+  std::async(std::launch::async, [&] {
+    bridge_ = unshare_network();
+    for (int host = 0; host < num_hosts; ++host) hosts_.push_back(unshare_network());
+    std::string cables = "ip link add name switch type bridge && ip link set switch up";
+    for (int host = 0; host < num_hosts; ++host) {
+      // `ip` takes a path in place of a namespace's name.
+      cables += fmt::format(
+          " && ip link add p{0} type veth peer name {1} netns /proc/{2}/fd/{3} && "
+          "ip link set p{0} master switch up",
+          host, kNamespaceInterface, ::getpid(), fd(host));
     }
-  }
-}
-
-NetworkNamespaces::~NetworkNamespaces() { remove(); }
-
-void NetworkNamespaces::remove() const noexcept {
-  std::string script = fmt::format("ip netns del {}", bridge_);
-  for (const std::string& name : names_) script += fmt::format("; ip netns del {}", name);
-  try {
-    run(script);
-  } catch (const Error&) {
-    // They stay until the machine restarts; nothing else depends on them.
-  }
+    run_in(bridge_, cables);
+    for (int host = 0; host < num_hosts; ++host) {
+      run_in(hosts_[static_cast<std::size_t>(host)],
+             fmt::format("ip addr add {0}/24 dev {1} && ip link set {1} up && ip link set lo up",
+                         ip(host), kNamespaceInterface));
+    }
+  }).get();
 }
 
 std::string NetworkNamespaces::ip(int host) const { return fmt::format("10.77.0.{}", host + 1); }

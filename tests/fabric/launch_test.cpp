@@ -3,18 +3,25 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <netinet/in.h>
+#include <sys/resource.h>
 #include <sys/socket.h>
 
 #include <algorithm>
 #include <cstdlib>
+#include <cstring>
 #include <filesystem>
 #include <fstream>
+#include <set>
 #include <sstream>
 #include <string>
+#include <system_error>
+#include <thread>
 #include <utility>
 #include <vector>
 
 #include "base/unique_fd.h"
+#include "fabric/launch_report.h"
+#include "fabric/namespaces.h"
 #include "fabric/port.h"
 #include "support/ranks.h"
 
@@ -260,6 +267,234 @@ TEST_F(LaunchTest, RanksDieWithTheLauncher) {
   });
   EXPECT_EQ(codes[0], kKilled);
   EXPECT_TRUE(eventually([&] { return has_ended("pid0") && has_ended("pid1"); }));
+}
+
+// What a rank's shell started has another parent than the launcher.
+TEST_F(LaunchTest, ChildrenOfRanksDieWithTheLauncher) {
+  for (const int number : {SIGKILL, SIGQUIT}) {
+    for (const char* name : {"pid0", "pid1", "launcher"})
+      std::filesystem::remove(directory_ / name);
+    const auto codes = run_processes(2, [&](int child) {
+      if (child == 0) {
+        const rlimit no_core{0, 0};
+        ::setrlimit(RLIMIT_CORE, &no_core);
+        ::_exit(launch(shell(2,
+                             "echo $PPID > $DIR/launcher; sleep 1000 & echo $! > $DIR/new$RANK; "
+                             "mv $DIR/new$RANK $DIR/pid$RANK; wait")));
+      }
+      EXPECT_TRUE(eventually([&] { return exists("pid0") && exists("pid1"); }));
+      ::kill(std::stoi(contents("launcher")), number);
+    });
+    EXPECT_EQ(codes[0], 128 + number);
+    EXPECT_TRUE(eventually([&] { return has_ended("pid0") && has_ended("pid1"); }, kAtOnce));
+  }
+}
+
+// A rank that ended well may leave a process behind, which is not the launcher's to end.
+TEST_F(LaunchTest, TheGuardianEndsNothingAfterALaunch) {
+  EXPECT_EQ(launch(shell(1, "sleep 1000 > /dev/null 2>&1 & echo $! > $DIR/pid0")), 0);
+  EXPECT_FALSE(has_ended("pid0"));
+  ::kill(std::stoi(contents("pid0")), SIGKILL);
+}
+
+std::set<std::string> names_in(const std::filesystem::path& directory) {
+  std::set<std::string> names;
+  std::error_code none;
+  for (const auto& entry : std::filesystem::directory_iterator(directory, none)) {
+    names.insert(entry.path().filename());
+  }
+  return names;
+}
+
+TEST_F(LaunchTest, NamespacesDieWithTheLauncher) {
+  try {
+    const NetworkNamespaces probe(1);
+  } catch (const Error& error) {
+    GTEST_SKIP() << error.what();
+  }
+  // Names of other processes' namespaces come and go, but those of a launcher have its number.
+  for (const int number : {SIGKILL, SIGQUIT, SIGTERM}) {
+    for (const char* name : {"pid0", "pid1", "launcher"})
+      std::filesystem::remove(directory_ / name);
+    const auto codes = run_processes(2, [&](int child) {
+      if (child == 0) {
+        const rlimit no_core{0, 0};
+        ::setrlimit(RLIMIT_CORE, &no_core);
+        LaunchOptions options =
+            shell(2,
+                  "echo $PPID > $DIR/launcher; readlink /proc/self/ns/net > $DIR/net$RANK; "
+                  "sleep 1000 & echo $! > $DIR/new$RANK; mv $DIR/new$RANK $DIR/pid$RANK; wait");
+        options.namespaces = 2;
+        ::_exit(launch(options));
+      }
+      EXPECT_TRUE(eventually([&] { return exists("pid0") && exists("pid1"); }));
+      ::kill(std::stoi(contents("launcher")), number);
+    });
+    EXPECT_EQ(codes[0], 128 + number);
+    EXPECT_TRUE(eventually([&] { return has_ended("pid0") && has_ended("pid1"); }, kAtOnce));
+    EXPECT_NE(contents("net0"), contents("net1"));
+    // Without processes only a mount can keep a namespace.
+    const std::string prefix = "sw" + std::to_string(std::stoi(contents("launcher"))) + "-";
+    for (const std::string& name : names_in("/run/netns")) {
+      EXPECT_FALSE(name.starts_with(prefix)) << name;
+    }
+    std::ifstream mounts("/proc/self/mountinfo");
+    for (std::string line; std::getline(mounts, line);) {
+      for (const std::string& net : {contents("net0"), contents("net1")}) {
+        EXPECT_EQ(line.find(net.substr(0, net.find('\n'))), std::string::npos) << line;
+      }
+    }
+  }
+}
+
+// ---------------------------------------------------------------------------------- whom to name
+
+// A rank of the tests below, as a program of its own. PLAY has a letter for each rank.
+TEST(LaunchedPlayer, DISABLED_Rank) {
+  const int rank = std::stoi(std::getenv("RANK"));
+  const auto told = [&](int culprit, const char* phase = "dispatch") {
+    WaitFailure failure;
+    failure.waiter_rank = rank;
+    failure.peer_rank = culprit;
+    failure.phase = phase;
+    failure.epoch = 7;
+    tell_launcher_failure(rank, failure);
+  };
+  const auto others_have_come = [] {
+    const std::string directory = std::getenv("DIR");
+    std::ofstream(directory + "/here" + std::getenv("RANK")) << "here";
+    return eventually([&] {
+      for (int r = 0; r < std::stoi(std::getenv("WORLD_SIZE")); ++r) {
+        if (!std::filesystem::exists(directory + "/here" + std::to_string(r))) return false;
+      }
+      return true;
+    });
+  };
+  tell_launcher_deadline(rank, kGenerous);
+  if (!others_have_come()) ::_exit(90);
+  switch (const char play = std::getenv("PLAY")[rank]) {
+    case 's':
+      ::raise(SIGSTOP);
+      ::_exit(91);
+    case 'k':
+      // After the others have reported and ended: the launcher must tell it from them.
+      std::this_thread::sleep_for(kShort);
+      ::raise(SIGKILL);
+      ::_exit(92);
+    case 'x':
+      ::_exit(7);
+    case 'r':
+      std::this_thread::sleep_for(std::chrono::minutes(10));
+      ::_exit(93);
+    case 'c':
+      told(1, "bootstrap");
+      ::_exit(3);
+    case 'A':
+      // Why it fails, and then how.
+      told(1);
+      ::raise(SIGABRT);
+      ::_exit(94);
+    case 'n':
+      // An earlier World failed, and the rank has made another.
+      told(1);
+      tell_launcher_deadline(rank, kGenerous);
+      ::_exit(5);
+    default:  // a number: blames that rank
+      told(play - '0');
+      ::_exit(3);
+  }
+}
+
+struct Play {
+  const char* name;
+  const char* ranks;  // what each does
+  int code;           // -1: that of either
+  std::vector<std::string> says;
+};
+
+class Verdicts : public LaunchTest, public ::testing::WithParamInterface<Play> {};
+
+TEST_P(Verdicts, TheLastLineNamesTheCulprit) {
+  const Play& play = GetParam();
+  LaunchOptions options{.num_ranks = static_cast<int>(std::strlen(play.ranks))};
+  options.command = {std::filesystem::read_symlink("/proc/self/exe").string(),
+                     "--gtest_also_run_disabled_tests", "--gtest_filter=LaunchedPlayer.*"};
+  options.environment = {{"DIR", directory_}, {"PLAY", play.ranks}};
+  options.label_output = true;
+  options.grace = milliseconds(std::strchr(play.ranks, 'r') != nullptr ? 500 : 30'000);
+  ::testing::internal::CaptureStdout();
+  std::string errors;
+  const Clock::time_point start = Clock::now();
+  const int code = launch_quietly(options, errors);
+  // Neither a deadline nor a grace has been waited for.
+  EXPECT_LT(since(start), kAtOnce);
+  const std::string output = ::testing::internal::GetCapturedStdout();
+  if (play.code >= 0) {
+    EXPECT_EQ(code, play.code) << output;
+  }
+  ASSERT_TRUE(errors.ends_with('\n')) << errors;
+  const std::string line = errors.substr(errors.rfind('\n', errors.size() - 2) + 1);
+  for (const std::string& part : play.says) EXPECT_THAT(line, HasSubstr(part));
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Plays, Verdicts,
+    ::testing::Values(
+        Play{"Stopped",
+             "1s1",
+             3,
+             {"rank 1 (process ",
+              "is stopped by signal 19 and did not do its part of dispatch in "
+              "epoch 7; rank ",
+              "noticed first (exit code 3)"}},
+        Play{"StoppedInACollective",
+             "cs",
+             3,
+             {"rank 1 (process ",
+              "is stopped by signal 19 and did not do its part of a "
+              "collective; rank 0 noticed first (exit code 3)"}},
+        // Rank 1 is blamed by most, because it waited for rank 3.
+        Play{"StoppedAtTheEndOfAChain", "131s", 3, {"rank 3 (process ", "is stopped by signal 19"}},
+        Play{"KilledAtTheEndOfAChain",
+             "131k",
+             3,
+             {"rank 3 (process ", "was killed by signal 9 (Killed) and did not do its part"}},
+        Play{"BlamedByMost", "21r11", 3, {"rank 1 (process "}},
+        Play{"StillRunning", "2rr", 3, {"rank 2 (process ", "still ran and did not do its part"}},
+        Play{"DiedOfWhatItReported", "1sA", -1, {"rank 1 (process ", "is stopped by signal 19"}},
+        Play{"NobodyReported", "xs", 7, {"rank 0 (process ", "failed first: exit code 7"}},
+        Play{"AnEarlierWorldIsForgotten",
+             "ns",
+             5,
+             {"rank 0 (process ", "failed first: exit code 5"}}),
+    [](const auto& param) { return std::string(param.param.name); });
+
+// A program behind a shell, which waits for it and is not stopped itself.
+TEST_F(LaunchTest, DoesNotWaitForAStoppedProgramBehindAShell) {
+  LaunchOptions options{.num_ranks = 2};
+  const std::string self = std::filesystem::read_symlink("/proc/self/exe").string();
+  options.command = {"sh", "-c",
+                     "'" + self +
+                         "' --gtest_also_run_disabled_tests "
+                         "--gtest_filter='LaunchedPlayer.*' > /dev/null; exit $?"};
+  options.environment = {{"DIR", directory_}, {"PLAY", "1s"}};
+  options.grace = kGenerous;
+  std::string errors;
+  const Clock::time_point start = Clock::now();
+  EXPECT_EQ(launch_quietly(options, errors), 3);
+  EXPECT_LT(since(start), kAtOnce);
+  EXPECT_THAT(errors, AllOf(HasSubstr("rank 1 (process "), HasSubstr("is stopped and did not")));
+}
+
+// A stopped rank is not waited for at the launch's own deadline, or when a user interrupts it.
+TEST_F(LaunchTest, DoesNotWaitForStoppedRanksAtTheDeadline) {
+  std::string errors;
+  LaunchOptions options = shell(2, "kill -STOP $$");
+  options.deadline = milliseconds(500);
+  options.grace = kGenerous;
+  const Clock::time_point start = Clock::now();
+  EXPECT_EQ(launch_quietly(options, errors), 124);
+  EXPECT_LT(since(start), kAtOnce);
 }
 
 // This test is its own command: the launched ranks run it again and take the first branch.

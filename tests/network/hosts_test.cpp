@@ -641,12 +641,13 @@ class HostsLaunch : public HostsTest {
     std::ofstream script(directory_ + "/ssh");
     script << "#!/bin/sh\n[ \"$1 $2\" = '-o BatchMode=yes' ] || exit 90\ncase $3 in\n";
     for (int h = 0; h < hosts_->size(); ++h) {
-      script << "  " << hosts_->ip(h) << ") namespace=" << hosts_->name(h) << " ;;\n";
+      script << "  " << hosts_->ip(h) << ") namespace=/proc/" << ::getpid() << "/fd/"
+             << hosts_->fd(h) << " ;;\n";
     }
     // As sshd: the words after the host are one command for a shell, in the home directory and with
     // an environment of its own.
     script << "esac\nshift 3\ncd /\nexec env -i PATH=\"$PATH\" FI_PROVIDER=tcp "
-              "ip netns exec $namespace sh -c \"$*\"\n";
+              "nsenter --net=$namespace sh -c \"$*\"\n";
     script.close();
     std::filesystem::permissions(directory_ + "/ssh", std::filesystem::perms::owner_all);
     ::setenv("PATH", (directory_ + ":" + std::getenv("PATH")).c_str(), 1);

@@ -4,6 +4,7 @@
 
 #include <gtest/gtest.h>
 #include <sched.h>
+#include <unistd.h>
 
 #include <atomic>
 #include <cstdlib>
@@ -27,19 +28,21 @@ inline void enter(const NetworkNamespaces& hosts, int host) {
   if (::setns(hosts.fd(host), CLONE_NEWNET) != 0) throw_errno("cannot enter a network namespace");
 }
 
-inline void run_ip(const std::string& command) {
-  ASSERT_EQ(std::system(("ip " + command).c_str()), 0) << command;
+// Runs `ip` in a namespace.
+inline void run_ip(int namespace_fd, const std::string& command) {
+  const std::string line = "nsenter --net=/proc/" + std::to_string(::getpid()) + "/fd/" +
+                           std::to_string(namespace_fd) + " ip " + command;
+  ASSERT_EQ(std::system(line.c_str()), 0) << line;
 }
 // Takes the host's cable out, or puts it in again.
 inline void set_connected(const NetworkNamespaces& hosts, int host, bool connected) {
-  run_ip("-n " + hosts.bridge() + " link set p" + std::to_string(host) +
-         (connected ? " up" : " down"));
+  run_ip(hosts.bridge_fd(), "link set p" + std::to_string(host) + (connected ? " up" : " down"));
 }
 // From now on nothing that one host sends to the other arrives: frames go to an address that no
 // card has.
 inline void cut_path(const NetworkNamespaces& hosts, int from, int to) {
-  run_ip("-n " + hosts.name(from) + " neigh replace " + hosts.ip(to) +
-         " lladdr 02:00:00:00:00:01 dev eth0 nud permanent");
+  run_ip(hosts.fd(from),
+         "neigh replace " + hosts.ip(to) + " lladdr 02:00:00:00:00:01 dev eth0 nud permanent");
 }
 
 class HostsTest : public ::testing::Test {
