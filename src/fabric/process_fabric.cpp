@@ -85,7 +85,7 @@ class Processes final : public ProcessFabric {
     tell_launcher_failure(rank(), failure);
   }
 
-  void abort_collectives() noexcept override { bootstrap_.abort(); }
+  void abort_collectives() noexcept override { bootstrap_.abort(abort_cause()); }
 
   void all_gather(std::span<const std::byte> mine, std::span<std::byte> all) override {
     bootstrap_.all_gather(mine, all);

@@ -1,12 +1,14 @@
 // Ranks as threads of one process: they meet under a mutex at start-up and share the address space.
 #include <fmt/core.h>
 
+#include <algorithm>
 #include <condition_variable>
 #include <cstring>
 #include <mutex>
 #include <optional>
 #include <utility>
 
+#include "base/interrupt.h"
 #include "base/mapping.h"
 #include "base/posix.h"
 #include "fabric/collective.h"
@@ -80,7 +82,7 @@ class Meeting {
     const Clock::time_point start = Clock::now();
     const auto settled = [&] { return round->num_arrived == size_ || death_; };
     give_up_on_departed(rank, call);
-    if (!settled_.wait_until(lock, start + deadline_, settled)) {
+    if (!await(lock, start + deadline_, rank, settled)) {
       const std::vector<int> missing = round->missing();
       die(ErrorCode::kTimeout,
           fmt::format("{} of {} did not call {} within {} ms; rank {} was waiting",
@@ -94,9 +96,9 @@ class Meeting {
     return round;
   }
 
-  void call_off(int rank) {
+  void call_off(int rank, AbortCause cause) {
     const std::lock_guard lock(mutex_);
-    if (!death_) die(ErrorCode::kAborted, abort_message(rank), abort_failure(rank));
+    if (!death_) die(ErrorCode::kAborted, abort_message(rank, cause), abort_failure(rank));
   }
 
   void depart(int rank) {
@@ -121,6 +123,29 @@ class Meeting {
     std::string message;
     WaitFailure failure;
   };
+
+  // Returns settled(), which is false once `until` has passed. Throws if the rank's caller
+  // interrupts it, also if that is while the round completes: the world ends then anyway.
+  template <typename Settled>
+  bool await(std::unique_lock<std::mutex>& lock, Clock::time_point until, int rank,
+             const Settled& settled) {
+    if (!asks_for_interrupts()) return settled_.wait_until(lock, until, settled);
+    while (
+        !settled_.wait_until(lock, std::min(until, Clock::now() + kInterruptInterval), settled)) {
+      // The caller may call World::abort() when it is asked.
+      lock.unlock();
+      const bool ended = interrupted();
+      lock.lock();
+      if (ended) {
+        const std::string message = abort_message(rank, AbortCause::kInterrupted);
+        const WaitFailure failure = abort_failure(rank);
+        if (!death_) die(ErrorCode::kAborted, message, failure);
+        throw TimeoutError(ErrorCode::kAborted, message, failure);
+      }
+      if (Clock::now() >= until) return settled();
+    }
+    return true;
+  }
 
   void die(ErrorCode code, std::string message, const WaitFailure& failure) {
     death_ = Death{code, std::move(message), failure};
@@ -227,7 +252,7 @@ class ThreadFabric final : public Fabric {
 
   void abort_collectives() noexcept override {
     try {
-      meeting_->call_off(rank_);
+      meeting_->call_off(rank_, abort_cause());
     } catch (...) {
       // There is no memory for the message, so the others wait until their deadlines.
     }

@@ -1,12 +1,15 @@
 // SymmetricHeap: who has which bytes, whether ranks agree, and how a heap that died says so.
 #include <fmt/core.h>
 
+#include <algorithm>
 #include <bit>
+#include <chrono>
 #include <optional>
 #include <string>
 #include <thread>
 #include <vector>
 
+#include "base/interrupt.h"
 #include "base/limits.h"
 #include "base/origin.h"
 #include "base/posix.h"
@@ -79,9 +82,7 @@ class SymmetricHeap::State {
     map.bytes = bytes;
     map.deadline_ns = static_cast<std::uint64_t>(std::chrono::nanoseconds(deadline).count());
     for (int r = 0; r < map.size; ++r) map.bases[r] = memory->start(r) + PeerControl::kBytes;
-    abort_hook.emplace(world.fabric(), [this] {
-      memory->raise(PeerControl::kCalledOff | static_cast<std::uint64_t>(map.rank + 1));
-    });
+    abort_hook.emplace(world.fabric(), [this] { memory->raise(world.fabric().abort_word()); });
   }
   State(const State&) = delete;
   State& operator=(const State&) = delete;
@@ -103,6 +104,20 @@ class SymmetricHeap::State {
                             map.size, map.size - 1));
   }
 
+  // As host::wait_until(), but this rank's caller can interrupt it.
+  PeerWait await(const std::uint64_t* flag, std::uint64_t value, int peer) const {
+    if (!asks_for_interrupts()) return host::wait_until(map, flag, value, peer);
+    constexpr std::uint64_t kInterval = std::chrono::nanoseconds(kInterruptInterval).count();
+    for (std::uint64_t waited = 0;;) {
+      PeerWait wait = host::wait_until(map, flag, value, peer, Until::kAtLeast,
+                                       std::min(kInterval, map.deadline_ns - waited));
+      wait.waited_ns = waited += wait.waited_ns;
+      if (wait.state != PeerWait::State::kTimeout || waited >= map.deadline_ns) return wait;
+      // The hook raises the words of all ranks, and then the next wait ends.
+      if (interrupted()) world.fabric().abort(AbortCause::kInterrupted);
+    }
+  }
+
   [[noreturn]] void fail(std::uint64_t abort) const;
   [[noreturn]] void fail(const PeerControl::Failure& seen) const;
 
@@ -121,7 +136,9 @@ class SymmetricHeap::State {
 // Why the heap died, by an abort word that is not 0.
 void SymmetricHeap::State::fail(std::uint64_t abort) const {
   const int rank = static_cast<int>(abort & (PeerControl::kCalledOff - 1)) - 1;
-  if ((abort & PeerControl::kCalledOff) != 0) throw_called_off(rank, "symmetric heap");
+  if ((abort & PeerControl::kCalledOff) != 0) {
+    throw_called_off(rank, cause_of(abort), "symmetric heap");
+  }
   fail(memory->control(rank).failure);
 }
 void SymmetricHeap::State::fail(const PeerControl::Failure& seen) const {
@@ -223,7 +240,7 @@ void SymmetricHeap::wait(const std::uint64_t* flag, std::uint64_t value, int pee
                             "at a multiple of 8, and all of it in the heap",
                             offset, state().bytes));
   }
-  const PeerWait outcome = host::wait_until(state().map, flag, value, peer);
+  const PeerWait outcome = state().await(flag, value, peer);
   if (outcome) return;
   host::give_up(state().map, outcome);
   // Another thread of this rank may be about to raise the word.
