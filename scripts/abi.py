@@ -156,8 +156,8 @@ class Header:
 
     def read_callback(self, line, name, found):
         result = "None" if found[1] == "void" else self.kind(line, found[1], found[0])
-        values = ", ".join(kind for _, kind in self.parameters(line, found[3]))
-        self.types.append(f"\n\n{name} = CFUNCTYPE({result}, {values})\n")
+        values = ", ".join([result, *(kind for _, kind in self.parameters(line, found[3]))])
+        self.types.append(f"\n\n{name} = CFUNCTYPE({values})\n")
         return name
 
     def parameters(self, line, text):

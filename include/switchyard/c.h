@@ -67,7 +67,8 @@ enum {
   SY_ABORTED = 11,           // another rank failed first; see sy_error
   SY_SYSTEM = 12,            // an operating system call failed
   SY_OUT_OF_MEMORY = 13,     // std::bad_alloc
-  SY_INTERNAL = 14           // an exception of no other kind: a fault of this library
+  SY_INTERNAL = 14,          // an exception of no other kind: a fault of this library
+  SY_INTERRUPTED = 15        // the caller's check ended the call: see sy_set_interrupt_check()
 };
 // "ok", "invalid_argument", ...; "unknown" for other numbers. Static text.
 SY_API const char* sy_status_name(sy_status status);
@@ -96,6 +97,36 @@ typedef struct sy_error {
   { .struct_size = sizeof(sy_error) }
 // Fills `out`. Succeeds unless `out` is null or its struct_size is wrong.
 SY_API sy_status sy_last_error(sy_error* out);
+
+// ---------------------------------------------------------------------------------- interrupts
+
+// Returns other than 0 if the call that waits is to end.
+typedef int32_t (*sy_interrupt_check)(void);
+// From now on, calls that `thread` (a pthread_t) makes and that wait for other ranks on the host
+// ask `check` every 50 ms, on that thread; null: no call asks. If the answer is not 0, the call
+// fails with SY_INTERRUPTED, and its world ends for all ranks, which get SY_ABORTED with the rank
+// that was interrupted. The check may call sy_world_abort() and sy_..._destroy(). Calls that may
+// wait for other ranks fail there with SY_INVALID_ARGUMENT.
+SY_API sy_status sy_set_interrupt_check(sy_interrupt_check check, uint64_t thread);
+
+// Functions of the C interface of CPython, by which a call that waits runs the handlers of signals.
+typedef struct sy_python {
+  uint32_t struct_size;
+  uint32_t reserved;                                           // 0
+  int32_t (*ensure)(void);                                     // PyGILState_Ensure
+  void (*release)(int32_t state);                              // PyGILState_Release
+  int32_t (*check_signals)(void);                              // PyErr_CheckSignals
+  void (*fetch)(void** type, void** value, void** traceback);  // PyErr_Fetch
+  void (*restore)(void* type, void* value, void* traceback);   // PyErr_Restore
+} sy_python;
+#define SY_PYTHON_INIT \
+  { .struct_size = sizeof(sy_python) }
+// Sets the check that runs them, for calls of Python's main thread. An exception of a handler ends
+// the call and is kept until sy_raise_in_python().
+SY_API sy_status sy_watch_python_signals(const sy_python* python, uint64_t main_thread);
+// Raises the exception that was kept, if there is one. For callers that hold the lock of the
+// interpreter and look for exceptions afterwards.
+SY_API sy_status sy_raise_in_python(void);
 
 // ------------------------------------------------------------------------------------- tensors
 

@@ -32,6 +32,7 @@ ABORTED = 11
 SYSTEM = 12
 OUT_OF_MEMORY = 13
 INTERNAL = 14
+INTERRUPTED = 15
 DTYPE_NONE = 0
 F32 = 1
 F16 = 2
@@ -100,6 +101,36 @@ class Error(Sized):
         ("expected", c_uint64),
         ("observed", c_uint64),
         ("waited_seconds", c_double),
+    ]
+
+
+InterruptCheck = CFUNCTYPE(c_int32)
+
+
+PythonEnsure = CFUNCTYPE(c_int32)
+
+
+PythonRelease = CFUNCTYPE(None, c_int32)
+
+
+PythonCheckSignals = CFUNCTYPE(c_int32)
+
+
+PythonFetch = CFUNCTYPE(None, POINTER(c_void_p), POINTER(c_void_p), POINTER(c_void_p))
+
+
+PythonRestore = CFUNCTYPE(None, c_void_p, c_void_p, c_void_p)
+
+
+class Python(Sized):
+    _fields_ = [
+        ("struct_size", c_uint32),
+        ("reserved", c_uint32),
+        ("ensure", PythonEnsure),
+        ("release", PythonRelease),
+        ("check_signals", PythonCheckSignals),
+        ("fetch", PythonFetch),
+        ("restore", PythonRestore),
     ]
 
 
@@ -683,6 +714,9 @@ FUNCTIONS: dict[str, tuple[Any, dict[str, Any]]] = {
     "sy_has_cuda": (c_int32, {}),
     "sy_status_name": (c_char_p, {"status": c_int32}),
     "sy_last_error": (c_int32, {"out": POINTER(Error)}),
+    "sy_set_interrupt_check": (c_int32, {"check": InterruptCheck, "thread": c_uint64}),
+    "sy_watch_python_signals": (c_int32, {"python": POINTER(Python), "main_thread": c_uint64}),
+    "sy_raise_in_python": (c_int32, {}),
     "sy_world_single": (c_int32, {"options": POINTER(WorldOptions), "out": POINTER(c_void_p)}),
     "sy_world_threads": (c_int32, {"size": c_int32, "options": POINTER(WorldOptions), "out": POINTER(c_void_p)}),
     "sy_world_processes": (c_int32, {"rank": c_int32, "size": c_int32, "options": POINTER(WorldOptions), "out":

@@ -33,7 +33,7 @@ def _destroy(destroy: Any, handle: ctypes.c_void_p, kept: object) -> None:
 
     A finalizer that calls this keeps `kept` until then.
     """
-    destroy(byref(handle))
+    check(destroy(byref(handle)))
 
 
 def read_json(function: Callable[..., int], *arguments: Any) -> Any:
@@ -87,9 +87,9 @@ class Owned:
         self._handle = handle
         # Reentrant: a signal's handler or an allocator of the caller's may use the object, too.
         self._lock = lock or threading.RLock()
-        self._idle = threading.Condition(threading.Lock())
-        self._sharers = 0
-        self._closing = False
+        self._idle = threading.Condition(threading.RLock())
+        self._sharers: list[int] = []  # threads
+        self._closing = 0  # the thread that closes it
         self._made_in = os.getpid()
         self._number = next(_numbers)
         # The end of an object that nobody can reach needs no lock: no call of it is under way. A lock
@@ -106,12 +106,13 @@ class Owned:
     def close(self) -> None:
         """Give memory and threads back, after the call under way. May be called again."""
         with self._lock, self._idle:
-            self._closing = True
-            while self._sharers:
-                self._idle.wait()
-            self._finalizer()
-            self._closing = False
-            self._idle.notify_all()
+            self._closing = threading.get_ident()
+            try:
+                self._idle.wait_for(self._unshared)
+                self._finalizer()
+            finally:
+                self._closing = 0
+                self._idle.notify_all()
 
     def _open(self) -> ctypes.c_void_p:
         if not self._handle:
@@ -133,15 +134,21 @@ class Owned:
         """The handle, for calls that the library allows beside others."""
         with self._idle:
             while self._closing:
+                if self._closing == threading.get_ident():  # a signal's handler, while this thread closes it
+                    raise InvalidArgument(f"the {self._noun} is closed; make another")
                 self._idle.wait()
             handle = self._open()
-            self._sharers += 1
+            self._sharers.append(threading.get_ident())
         try:
             yield handle
         finally:
             with self._idle:
-                self._sharers -= 1
+                self._sharers.remove(threading.get_ident())
                 self._idle.notify_all()
+
+    def _unshared(self) -> bool:
+        # A call of this thread itself waits if a signal's handler asks. The library leaves its handle behind.
+        return all(thread == threading.get_ident() for thread in self._sharers)
 
     def _inherit(self) -> None:
         """In a child of fork()."""
@@ -149,9 +156,9 @@ class Owned:
         self._handle = ctypes.c_void_p()
         # Threads that are not here may have held them.
         self._lock = threading.RLock()
-        self._idle = threading.Condition(threading.Lock())
-        self._sharers = 0
-        self._closing = False
+        self._idle = threading.Condition(threading.RLock())
+        self._sharers = []
+        self._closing = 0  # the thread that closes it
 
     def _end(self, deadline: float) -> None:
         """At the end of the process. The lock is kept for good, so that daemon threads stop before
@@ -159,8 +166,8 @@ class Owned:
         if not self._lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
             return
         with self._idle:
-            self._closing = True
-            if self._idle.wait_for(lambda: not self._sharers, deadline - time.monotonic()):
+            self._closing = threading.get_ident()
+            if self._idle.wait_for(self._unshared, deadline - time.monotonic()):
                 self._finalizer()
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import os
 import pathlib
+import sys
+import threading
 from typing import Any, NoReturn
 
 from . import _abi, _values, errors
@@ -119,8 +121,27 @@ def _load() -> ctypes.CDLL:
     return library
 
 
+def _watch_signals() -> None:
+    """Have calls of the main thread run the handlers of signals while they wait: Ctrl-C is answered at once."""
+    if sys.implementation.name != "cpython":
+        return
+    api = ctypes.pythonapi
+    functions = {
+        "ensure": api.PyGILState_Ensure,
+        "release": api.PyGILState_Release,
+        "check_signals": api.PyErr_CheckSignals,
+        "fetch": api.PyErr_Fetch,
+        "restore": api.PyErr_Restore,
+    }
+    kinds = dict(_abi.Python._fields_[2:])
+    addresses = {name: ctypes.cast(function, kinds[name]) for name, function in functions.items()}
+    check(library.sy_watch_python_signals(ctypes.byref(_abi.Python(**addresses)), threading.main_thread().ident))
+
+
 _check_fields()
 library = _load()
+# Of PyDLL, so with the lock of the interpreter, whose exception comes out of the call.
+_raise_kept = ctypes.PyDLL(None, handle=library._handle).sy_raise_in_python
 
 
 def version() -> str:
@@ -138,6 +159,8 @@ def raise_last() -> NoReturn:
     """Raise what this thread's last call of the library failed with."""
     found = _abi.Error()
     library.sy_last_error(ctypes.byref(found))
+    if found.code == _abi.INTERRUPTED:
+        _raise_kept()
     error = _CLASSES.get(found.code, errors.Error)(found.message.decode("utf-8", "replace"))
     if isinstance(error, errors._WaitFailed) and found.wait_failed:
         error.waiter = found.waiter_rank
@@ -151,3 +174,8 @@ def check(status: int) -> None:
     """Raise the error that a status of the library stands for."""
     if status:
         raise_last()
+
+
+_watch_signals()
+# The main thread of a child is the one that called fork().
+os.register_at_fork(after_in_child=_watch_signals)

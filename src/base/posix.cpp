@@ -13,6 +13,7 @@
 #include <cstring>
 #include <string_view>
 
+#include "base/interrupt.h"
 #include "switchyard/error.h"
 
 namespace switchyard {
@@ -71,7 +72,8 @@ ProcessState state_of_process(pid_t pid) {
 void wait_ready(std::vector<pollfd>& fds, Clock::time_point until) {
   // The time is rounded up: rounding down would spin through the last millisecond.
   const auto left = std::chrono::ceil<std::chrono::milliseconds>(until - Clock::now()).count();
-  const int timeout_ms = static_cast<int>(std::clamp<long long>(left, 0, 60'000));
+  const auto longest = asks_for_interrupts() ? kInterruptInterval.count() : 60'000;
+  const int timeout_ms = static_cast<int>(std::clamp<long long>(left, 0, longest));
   if (::poll(fds.data(), fds.size(), timeout_ms) < 0) {
     if (errno != EINTR) throw_errno("poll failed");
     for (pollfd& entry : fds) entry.revents = 0;

@@ -247,6 +247,7 @@ sy_status sy_exchange_create(sy_world* world, const sy_exchange_spec* spec,
   return guarded([&] {
     require("world", world);
     require("out", out);
+    const Call in_call(world->calls, world->world);
     *out = create(*world, spec, options).release();
   });
 }
@@ -287,7 +288,7 @@ sy_status sy_exchange_dispatch_send(sy_exchange* exchange, const sy_dispatch_inp
   return guarded([&] {
     require("exchange", exchange);
     require("handle", handle);
-    const Call in_call(exchange->calls), with_handle(handle->calls);
+    const Call in_call(exchange->calls, exchange->world), with_handle(handle->calls);
     const sy_dispatch_input call = read_struct("sy_dispatch_input", input);
     exchange->exchange.dispatch_send(input_of(*exchange, call), handle->handle);
   });
@@ -298,7 +299,7 @@ sy_status sy_exchange_dispatch_recv(sy_exchange* exchange, const sy_dispatch_out
   return guarded([&] {
     require("exchange", exchange);
     require("handle", handle);
-    const Call in_call(exchange->calls), with_handle(handle->calls);
+    const Call in_call(exchange->calls, exchange->world), with_handle(handle->calls);
     const sy_dispatch_output call = read_struct("sy_dispatch_output", output);
     exchange->exchange.dispatch_recv(output_of(*exchange, call), handle->handle);
   });
@@ -309,7 +310,7 @@ sy_status sy_exchange_dispatch(sy_exchange* exchange, const sy_dispatch_input* i
   return guarded([&] {
     require("exchange", exchange);
     require("handle", handle);
-    const Call in_call(exchange->calls), with_handle(handle->calls);
+    const Call in_call(exchange->calls, exchange->world), with_handle(handle->calls);
     const sy_dispatch_input sent = read_struct("sy_dispatch_input", input);
     const sy_dispatch_output received = read_struct("sy_dispatch_output", output);
     exchange->exchange.dispatch(input_of(*exchange, sent), output_of(*exchange, received),
@@ -322,7 +323,7 @@ sy_status sy_exchange_combine_send(sy_exchange* exchange, const sy_combine_input
   return guarded([&] {
     require("exchange", exchange);
     require("handle", handle);
-    const Call in_call(exchange->calls), with_handle(handle->calls);
+    const Call in_call(exchange->calls, exchange->world), with_handle(handle->calls);
     const sy_combine_input call = read_struct("sy_combine_input", input);
     exchange->exchange.combine_send(results_of(*exchange, call), handle->handle);
   });
@@ -333,7 +334,7 @@ sy_status sy_exchange_combine_recv(sy_exchange* exchange, const sy_combine_outpu
   return guarded([&] {
     require("exchange", exchange);
     require("handle", handle);
-    const Call in_call(exchange->calls), with_handle(handle->calls);
+    const Call in_call(exchange->calls, exchange->world), with_handle(handle->calls);
     const sy_combine_output call = read_struct("sy_combine_output", output);
     exchange->exchange.combine_recv(sums_of(*exchange, call, handle->handle.tokens()),
                                     handle->handle);
@@ -345,7 +346,7 @@ sy_status sy_exchange_combine(sy_exchange* exchange, const sy_combine_input* inp
   return guarded([&] {
     require("exchange", exchange);
     require("handle", handle);
-    const Call in_call(exchange->calls), with_handle(handle->calls);
+    const Call in_call(exchange->calls, exchange->world), with_handle(handle->calls);
     const sy_combine_input sent = read_struct("sy_combine_input", input);
     const sy_combine_output received = read_struct("sy_combine_output", output);
     exchange->exchange.combine(results_of(*exchange, sent),
@@ -359,7 +360,7 @@ sy_status sy_exchange_rows_needed(sy_exchange* exchange, sy_exchange_handle* han
   return guarded([&] {
     require("exchange", exchange);
     require("handle", handle);
-    const Call in_call(exchange->calls), with_handle(handle->calls);
+    const Call in_call(exchange->calls, exchange->world), with_handle(handle->calls);
     require("out", out);
     *out = exchange->exchange.rows_needed(handle->handle, stream);
   });

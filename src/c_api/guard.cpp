@@ -88,6 +88,14 @@ sy_status remember_current_exception() noexcept {
   }
 }
 
+sy_status remember_interruption() noexcept {
+  return remember(
+      SY_INTERRUPTED,
+      "the caller interrupted the call while it waited; the world that it waited in has "
+      "ended, make a new one on every rank",
+      nullptr);
+}
+
 }  // namespace switchyard::c_api
 
 using switchyard::c_api::guarded;
@@ -130,7 +138,8 @@ const char* sy_status_name(sy_status status) {
                                  "aborted",
                                  "system",
                                  "out_of_memory",
-                                 "internal"};
+                                 "internal",
+                                 "interrupted"};
   const auto i = static_cast<std::size_t>(status);
   return status >= 0 && i < kNames.size() ? kNames[i] : "unknown";
 }

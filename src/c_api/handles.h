@@ -5,7 +5,9 @@
 #include <chrono>
 #include <vector>
 
+#include "base/interrupt.h"
 #include "c_api/tensors.h"
+#include "fabric/fabric.h"
 #include "switchyard/c.h"
 #include "switchyard/layer.h"
 #include "switchyard/workspace.h"
@@ -27,13 +29,27 @@ class Call {
   explicit Call(Calls& calls) : calls_(calls) {
     calls_.count_.fetch_add(1, std::memory_order_relaxed);
   }
+  // For calls that may wait for other ranks of `world`. If the caller interrupts one, the world
+  // ends for all of them.
+  Call(Calls& calls, const World& world) : Call(calls) {
+    world_ = &world;
+    refuse_inside_check();
+  }
   // Release: a thread that sees that there is no call sees what the call did.
-  ~Call() { calls_.count_.fetch_sub(1, std::memory_order_release); }
+  ~Call() {
+    if (world_ != nullptr && was_interrupted()) world_->fabric().abort(AbortCause::kInterrupted);
+    calls_.count_.fetch_sub(1, std::memory_order_release);
+  }
   Call(const Call&) = delete;
   Call& operator=(const Call&) = delete;
 
  private:
+  // Throws Error{kInvalidArgument} if the interrupt check of another call makes this call: that one
+  // may wait in the midst of what this one would use.
+  static void refuse_inside_check();
+
   Calls& calls_;
+  const World* world_ = nullptr;
 };
 
 // Keeps the address of a handle that is never destroyed, so that tools that look for leaks find it.
@@ -59,7 +75,9 @@ struct sy_world {
 };
 
 struct sy_workspace {
+  switchyard::World world;
   switchyard::Workspace workspace;
+  switchyard::c_api::Calls calls{};
 };
 
 struct sy_layer {

@@ -87,6 +87,7 @@ sy_status sy_heap_create(sy_world* world, const sy_heap_options* options, sy_hea
   return guarded([&] {
     require("world", world);
     require("out", out);
+    const Call in_call(world->calls, world->world);
     *out = create(*world, options).release();
   });
 }
@@ -150,7 +151,7 @@ sy_status sy_heap_wait(sy_heap* heap, const uint64_t* flag, uint64_t value, int3
   return guarded([&] {
     require("heap", heap);
     require("flag", flag);
-    const Call in_call(heap->calls);
+    const Call in_call(heap->calls, heap->heap.world());
     heap->heap.wait(flag, value, peer);
   });
 }
@@ -158,7 +159,7 @@ sy_status sy_heap_wait(sy_heap* heap, const uint64_t* flag, uint64_t value, int3
 sy_status sy_heap_barrier(sy_heap* heap) {
   return guarded([&] {
     require("heap", heap);
-    const Call in_call(heap->calls);
+    const Call in_call(heap->calls, heap->heap.world());
     heap->heap.barrier();
   });
 }

@@ -338,6 +338,7 @@ sy_status sy_layer_create(sy_world* world, const sy_layer_spec* spec,
     require("sy_layer_spec", spec);
     require("sy_layer_weights", weights);
     require("out", out);
+    const Call in_call(world->calls, world->world);
     *out = create(*world, *spec, *weights, options).release();
   });
 }
@@ -348,6 +349,7 @@ sy_status sy_layer_from_checkpoint(sy_world* world, const char* directory, int32
     require("world", world);
     require("directory", directory);
     require("out", out);
+    const Call in_call(world->calls, world->world);
     *out = from_checkpoint(*world, directory, layer_index, options).release();
   });
 }
@@ -362,7 +364,7 @@ sy_status sy_layer_destroy(sy_layer** layer) {
 sy_status sy_layer_forward(sy_layer* layer, const sy_forward* call) {
   return guarded([&] {
     require("layer", layer);
-    const Call in_call(layer->calls);
+    const Call in_call(layer->calls, layer->world);
     require("sy_forward", call);
     forward(*layer, *call);
   });
@@ -371,7 +373,7 @@ sy_status sy_layer_forward(sy_layer* layer, const sy_forward* call) {
 sy_status sy_layer_check(sy_layer* layer) {
   return guarded([&] {
     require("layer", layer);
-    const Call in_call(layer->calls);
+    const Call in_call(layer->calls, layer->world);
     layer->layer.check();
   });
 }
@@ -379,7 +381,7 @@ sy_status sy_layer_check(sy_layer* layer) {
 sy_status sy_layer_refresh(sy_layer* layer, void* stream) {
   return guarded([&] {
     require("layer", layer);
-    const Call in_call(layer->calls);
+    const Call in_call(layer->calls, layer->world);
     refresh(*layer, stream);
   });
 }
@@ -387,7 +389,7 @@ sy_status sy_layer_refresh(sy_layer* layer, void* stream) {
 sy_status sy_layer_rebind(sy_layer* layer, const sy_layer_weights* weights) {
   return guarded([&] {
     require("layer", layer);
-    const Call in_call(layer->calls);
+    const Call in_call(layer->calls, layer->world);
     require("sy_layer_weights", weights);
     rebind(*layer, *weights);
   });
@@ -419,7 +421,7 @@ sy_status sy_layer_get_info(const sy_layer* layer, sy_layer_info* out) {
 sy_status sy_layer_get_stats(sy_layer* layer, sy_stats* out) {
   return guarded([&] {
     require("layer", layer);
-    const Call in_call(layer->calls);
+    const Call in_call(layer->calls, layer->world);
     require("sy_stats", out);
     fill_stats(*layer, out);
   });
@@ -428,7 +430,7 @@ sy_status sy_layer_get_stats(sy_layer* layer, sy_stats* out) {
 sy_status sy_layer_recording(sy_layer* layer, const char* machine, char* text, uint64_t* size) {
   return guarded([&] {
     require("layer", layer);
-    const Call in_call(layer->calls);
+    const Call in_call(layer->calls, layer->world);
     require("size", size);
     const std::string json =
         switchyard::to_json({machine == nullptr ? "" : machine, {layer->layer.recording()}});
@@ -440,7 +442,7 @@ sy_status sy_layer_recording(sy_layer* layer, const char* machine, char* text, u
 sy_status sy_layer_trace(sy_layer* layer, char* text, uint64_t* size) {
   return guarded([&] {
     require("layer", layer);
-    const Call in_call(layer->calls);
+    const Call in_call(layer->calls, layer->world);
     require("size", size);
     const switchyard::PassTrace trace = layer->layer.trace();
     std::ostringstream out;

@@ -54,7 +54,9 @@ sy_status sy_workspace_create(sy_world* world, const sy_layer_spec* specs, int32
     require("world", world);
     require("specs", specs);
     require("out", out);
+    const Call in_call(world->calls, world->world);
     *out = new sy_workspace{
+        world->world,
         switchyard::Workspace(world->world, specs_of(specs, num_specs), options_of(options))};
   });
 }
@@ -74,6 +76,7 @@ sy_status sy_workspace_get_info(const sy_workspace* workspace, sy_workspace_info
 sy_status sy_workspace_release(sy_workspace* workspace) {
   return guarded([&] {
     require("workspace", workspace);
+    const Call in_call(workspace->calls, workspace->world);
     workspace->workspace.release();
   });
 }
@@ -81,6 +84,7 @@ sy_status sy_workspace_release(sy_workspace* workspace) {
 sy_status sy_workspace_restore(sy_workspace* workspace) {
   return guarded([&] {
     require("workspace", workspace);
+    const Call in_call(workspace->calls, workspace->world);
     workspace->workspace.restore();
   });
 }
@@ -88,7 +92,6 @@ sy_status sy_workspace_restore(sy_workspace* workspace) {
 sy_status sy_workspace_destroy(sy_workspace** workspace) {
   return guarded([&] {
     require("workspace", workspace);
-    delete *workspace;
-    *workspace = nullptr;
+    destroy(*workspace);
   });
 }

@@ -89,7 +89,7 @@ sy_status sy_world_get_info(const sy_world* world, sy_world_info* out) {
 sy_status sy_world_barrier(sy_world* world) {
   return guarded([&] {
     require("world", world);
-    const Call in_call(world->calls);
+    const Call in_call(world->calls, world->world);
     world->world.barrier();
   });
 }

@@ -3,6 +3,7 @@
 #include <thread>
 #include <utility>
 
+#include "base/interrupt.h"
 #include "layer/failure.h"
 
 namespace switchyard::cpu {
@@ -29,8 +30,8 @@ RankLink::RankLink(const World& world, std::shared_ptr<const SymmetricSegment> s
     if (mapped) mapped_ |= std::uint64_t{1} << r;
     via_[static_cast<std::size_t>(r)] = mapped ? r : remote_->gateway_to(r);
   }
-  abort_hook_.emplace(world_.fabric(), [heaps = heaps_] {
-    const std::uint64_t word = protocol::kCalledOff | static_cast<std::uint64_t>(heaps.rank + 1);
+  abort_hook_.emplace(world_.fabric(), [heaps = heaps_, &fabric = world_.fabric()] {
+    const std::uint64_t word = fabric.abort_word();
     for (int r = 0; r < heaps.size(); ++r) {
       // All ranks are told the failure that ended the world first.
       protocol::compare_exchange(&heaps.control(r)->abort, std::uint64_t{0}, word);
@@ -64,7 +65,7 @@ void RankLink::in_parallel(std::uint64_t epoch, const std::function<void(int)>& 
   if (alone) {
     on_thread(0);
   } else {
-    pool_->run(on_thread);
+    pool_->run(on_thread, [this] { heed_interrupts(); });
   }
   if (exception_) std::rethrow_exception(exception_);
 }
@@ -79,6 +80,11 @@ PassTrace RankLink::trace(std::uint64_t epoch) const {
     trace.events.insert(trace.events.end(), thread.events().begin(), thread.events().end());
   }
   return trace;
+}
+
+void RankLink::heed_interrupts() const {
+  // Raises the abort words, which end all waits of all ranks.
+  if (interrupted()) world_.fabric().abort(AbortCause::kInterrupted);
 }
 
 void RankLink::await_abort() const {

@@ -20,6 +20,7 @@
 #include <span>
 #include <vector>
 
+#include "base/interrupt.h"
 #include "cpu/pace.h"
 #include "cpu/thread_trace.h"
 #include "cpu/worker_pool.h"
@@ -96,7 +97,12 @@ class RankLink {
   protocol::WaitResult wait(std::uint64_t epoch, bool stays_awake, Ready&& ready,
                             WhatIsMissing&& missing) const {
     HostPace pace(view_, remote_, stays_awake);
-    return protocol::wait_until(heaps_, epoch, deadline_ns_, pace, ready, missing);
+    // True on the thread that made the call. It looks at the clock every few milliseconds at least.
+    const bool asks = asks_for_interrupts();
+    return protocol::wait_until(heaps_, epoch, deadline_ns_, pace, ready, [&] {
+      if (asks) heed_interrupts();
+      return missing();
+    });
   }
   bool aborted() const { return protocol::aborted(heaps_); }
   void check() const {
@@ -191,6 +197,8 @@ class RankLink {
   }
   void send(network::Lane lane, std::uint64_t epoch, int host, network::RecordKind kind,
             std::span<const network::Target> targets, const void* from, std::size_t bytes) const;
+  // Ends the world if this rank's caller interrupts it.
+  void heed_interrupts() const;
   // Waits until the abort word is raised, for a second at most.
   void await_abort() const;
 

@@ -3,11 +3,14 @@
 
 #include <algorithm>
 #include <atomic>
+#include <condition_variable>
 #include <cstdint>
 #include <functional>
+#include <mutex>
 #include <thread>
 #include <utility>
 
+#include "base/interrupt.h"
 #include "base/threads.h"
 
 namespace switchyard::cpu {
@@ -38,15 +41,14 @@ class WorkerPool {
   int size() const { return num_threads_; }
 
   // Calls body(i) once for every i < size(), each on its own thread, i = 0 on the caller's; returns
-  // when all have returned. body must not throw.
-  void run(const std::function<void(int)>& body) {
+  // when all have returned. body must not throw. `while_waiting` is called now and then while the
+  // caller waits for the others, if it asks for interrupts.
+  void run(const std::function<void(int)>& body, const std::function<void()>& while_waiting = {}) {
     body_ = body;
     running_.store(num_threads_ - 1, std::memory_order_relaxed);
     release();
     body(0);
-    for (int left; (left = running_.load(std::memory_order_acquire)) != 0;) {
-      wait_while(running_, left);
-    }
+    await_others(while_waiting);
   }
 
  private:
@@ -54,31 +56,53 @@ class WorkerPool {
     enter();
     std::uint64_t seen = 0;
     for (;;) {
-      wait_while(generation_, seen);
+      const auto released = [this, seen] {
+        return generation_.load(std::memory_order_acquire) != seen;
+      };
+      if (!spin_until(released)) generation_.wait(seen, std::memory_order_acquire);
       ++seen;
       if (stopping_) return;
       body_(i);
-      if (running_.fetch_sub(1, std::memory_order_acq_rel) == 1) running_.notify_one();
+      if (running_.fetch_sub(1, std::memory_order_acq_rel) != 1) continue;
+      // The caller looks at `running_` with the mutex before it sleeps, so it misses no
+      // notification.
+      { const std::lock_guard lock(mutex_); }
+      all_returned_.notify_one();
     }
   }
   void release() {
     generation_.fetch_add(1, std::memory_order_release);
     generation_.notify_all();
   }
-  // Spins briefly first: regions follow each other within microseconds, and a wake-up costs tens.
-  template <typename T>
-  static void wait_while(const std::atomic<T>& word, T value) {
+  // Returns once all other threads have returned from body.
+  void await_others(const std::function<void()>& while_waiting) {
+    const auto returned = [this] { return running_.load(std::memory_order_acquire) == 0; };
+    if (spin_until(returned)) return;
+    std::unique_lock lock(mutex_);
+    if (!while_waiting || !asks_for_interrupts()) return all_returned_.wait(lock, returned);
+    while (!all_returned_.wait_for(lock, kInterruptInterval, returned)) {
+      lock.unlock();
+      while_waiting();
+      lock.lock();
+    }
+  }
+  // Spins briefly: regions follow each other within microseconds, and a wake-up costs tens. Returns
+  // true if `ready` became true.
+  template <typename Ready>
+  static bool spin_until(const Ready& ready) {
     for (int i = 0; i < 2000; ++i) {
-      if (word.load(std::memory_order_acquire) != value) return;
+      if (ready()) return true;
 #if defined(__x86_64__)
       __builtin_ia32_pause();
 #endif
     }
-    word.wait(value, std::memory_order_acquire);
+    return false;
   }
 
   std::atomic<std::uint64_t> generation_{0};
   std::atomic<int> running_{0};
+  std::mutex mutex_;  // of `all_returned_`: atomics have no wait that ends after a time
+  std::condition_variable all_returned_;
   bool stopping_ = false;
   std::function<void(int)> body_;
   int num_threads_;

@@ -538,7 +538,7 @@ class Engine final : public LayerEngine {
   }
   void check() override {
     core_->calls().throw_found();
-    if (world_.fabric().was_aborted()) throw_called_off(world_.rank());
+    throw_if_aborted(world_);
   }
   void refresh(void* stream) override {
     core_->calls().device().synchronize(stream);

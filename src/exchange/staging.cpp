@@ -362,7 +362,7 @@ class Engine final : public ExchangeEngine {
   }
   void check() override {
     core_->calls().throw_found();
-    if (world_.fabric().was_aborted()) throw_called_off(world_.rank(), "exchange");
+    throw_if_aborted(world_, "exchange");
   }
   const ExchangeStats& stats() override {
     core_->calls().alone([&] { stats_ = core_->engine()->stats(); });

@@ -15,6 +15,7 @@
 #include <string_view>
 #include <utility>
 
+#include "base/interrupt.h"
 #include "fabric/fabric.h"
 #include "fabric/frames.h"
 #include "fabric/hash.h"
@@ -41,11 +42,6 @@ constexpr std::size_t kMaxRejectionBytes = 2000;
     throw TimeoutError(code, message, failure);
   }
   throw Error(code, message);
-}
-
-void sleep_until(Clock::time_point until) {
-  std::vector<pollfd> nothing;
-  wait_ready(nothing, until);
 }
 
 Clock::time_point retry_time(Clock::time_point until) {
@@ -105,7 +101,7 @@ Bootstrap::Bootstrap(int rank, int size, const std::string& rendezvous,
 }
 
 Bootstrap::~Bootstrap() {
-  if (!parting_ || death_ || called_off_.load(std::memory_order_acquire)) return;
+  if (!parting_ || death_ || called_off_.load() != AbortCause::kNone) return;
   for (Channel& channel : channels_) {
     if (channel.fd() < 0) continue;
     channel.queue(failure_frame(ErrorCode::kAborted, parting_->message, parting_->failure));
@@ -232,7 +228,7 @@ UniqueFd Bootstrap::listen_as_root(const Wait& wait) {
                               "not accept connections; choose another rendezvous string",
                               place_->rendezvous()));
     }
-    sleep_until(retry_time(wait.until));
+    await(retry_time(wait.until));
   }
 }
 
@@ -274,7 +270,7 @@ void Bootstrap::admit_members() {
     for (const Channel& member : channels_) {
       if (member.fd() >= 0) fds.push_back(member.interest());
     }
-    wait_ready(fds, std::min(wait.until, lobby->next_turn()));
+    await(fds, std::min(wait.until, lobby->next_turn()));
   }
 
   // The listener is closed before anybody is welcomed. Otherwise a welcomed rank that goes on to
@@ -374,7 +370,7 @@ void Bootstrap::join() {
                       name(rank_)),
           failure_record(wait, kRoot));
     }
-    sleep_until(retry_time(wait.until));
+    await(retry_time(wait.until));
   }
 }
 
@@ -447,6 +443,15 @@ std::optional<Frame> Bootstrap::hear_root(Channel& root, const Wait& wait, bool&
     }
     std::vector<pollfd> fds{root.interest()};
     wait_ready(fds, root.congested() ? retry_time(until) : std::min(wake, until));
+    if (!interrupted()) continue;
+    // Until the world is complete, fail() does not know this channel.
+    if (channels_[kRoot].fd() != root.fd()) {
+      root.queue(failure_frame(ErrorCode::kAborted,
+                               abort_message(name(rank_), AbortCause::kInterrupted),
+                               abort_failure(name(rank_))));
+      root.flush();
+    }
+    fail_as_interrupted();
   }
 }
 
@@ -466,8 +471,23 @@ std::optional<Frame> Bootstrap::hear_member(int rank, const Wait& wait,
   return frame;
 }
 
-void Bootstrap::abort() noexcept {
-  called_off_.store(true, std::memory_order_release);
+void Bootstrap::abort(AbortCause cause) noexcept {
+  // Sequentially consistent, as in exchange(): either this thread sees that another one is in a
+  // collective, or that one sees that it is called off.
+  called_off_.store(cause);
+  if (!in_collective_.load() && !death_) {
+    try {
+      const Frame why = failure_frame(ErrorCode::kAborted, abort_message(name(rank_), cause),
+                                      abort_failure(name(rank_)));
+      for (Channel& channel : channels_) {
+        if (channel.fd() < 0) continue;
+        channel.queue(why);
+        channel.flush();
+      }
+    } catch (...) {
+      // There is no memory for the message. Peers see the end of the connection.
+    }
+  }
   // Channels are only shut down here, so that a thread that polls one sees its end. The destructor
   // closes them.
   for (const Channel& channel : channels_) {
@@ -476,9 +496,25 @@ void Bootstrap::abort() noexcept {
 }
 
 void Bootstrap::throw_if_called_off() {
-  if (!called_off_.load(std::memory_order_acquire)) return;
-  death_ = Death{abort_message(name(rank_)), abort_failure(name(rank_))};
+  const AbortCause cause = called_off_.load();
+  if (cause == AbortCause::kNone) return;
+  death_ = Death{abort_message(name(rank_), cause), abort_failure(name(rank_))};
   throw TimeoutError(ErrorCode::kAborted, death_->message, death_->failure);
+}
+
+void Bootstrap::await(std::vector<pollfd>& fds, Clock::time_point until) {
+  wait_ready(fds, until);
+  if (interrupted()) fail_as_interrupted();
+}
+
+void Bootstrap::await(Clock::time_point until) {
+  std::vector<pollfd> nothing;
+  await(nothing, until);
+}
+
+void Bootstrap::fail_as_interrupted() {
+  fail(ErrorCode::kAborted, abort_message(name(rank_), AbortCause::kInterrupted),
+       abort_failure(name(rank_)), {});
 }
 
 void Bootstrap::fail(ErrorCode code, const std::string& message, const WaitFailure& failure,
@@ -543,11 +579,16 @@ void Bootstrap::deliver(const Wait& wait) {
            failure_record(wait, slow.front()), all_arrived);
     }
     const Clock::time_point wake = keep_watch(slow.front(), until);
-    wait_ready(fds, congested ? retry_time(until) : wake);
+    await(fds, congested ? retry_time(until) : wake);
   }
 }
 
 std::vector<Frame> Bootstrap::exchange(const Call& call, Frame mine) {
+  const struct InCollective {
+    std::atomic<bool>& flag;
+    explicit InCollective(std::atomic<bool>& in) : flag(in) { flag.store(true); }
+    ~InCollective() { flag.store(false); }
+  } in_collective(in_collective_);
   if (death_) throw_world_is_dead(death_->message, death_->failure);
   throw_if_called_off();
   ++num_collectives_;
@@ -630,7 +671,7 @@ std::vector<Frame> Bootstrap::exchange_as_root(const Call& call, Frame mine) {
       fds.push_back(channels_[static_cast<std::size_t>(r)].interest());
       if (!arrived[static_cast<std::size_t>(r)]) awaited = r;
     }
-    wait_ready(fds, keep_watch(awaited, wait.until));
+    await(fds, keep_watch(awaited, wait.until));
   }
 
   try {

@@ -26,6 +26,7 @@
 #include "base/posix.h"
 #include "fabric/channel.h"
 #include "fabric/collective.h"
+#include "fabric/fabric.h"
 #include "fabric/lobby.h"
 #include "fabric/place.h"
 #include "protocol/world_record.h"
@@ -75,9 +76,10 @@ class Bootstrap {
   // Notes what ~Bootstrap() tells the peers.
   void part(const std::string& message, const WaitFailure& failure) noexcept;
 
-  // Ends the collective that this rank is in, and makes all later ones throw kAborted. Peers see
-  // the connection end. May be called from any thread.
-  void abort() noexcept;
+  // Ends the collective that this rank is in, and makes all later ones throw kAborted. Peers are
+  // told why, or, if a thread is in a collective, see the connection end. May be called from any
+  // thread.
+  void abort(AbortCause cause) noexcept;
 
   // A random number of the world, the same on all ranks; 0 in a world of one.
   std::uint64_t world_number() const { return world_; }
@@ -146,6 +148,10 @@ class Bootstrap {
   [[noreturn]] void fail_of_other_world(int rank, const Wait& wait,
                                         const std::vector<bool>& arrived);
   void throw_if_called_off();
+  // Sleeps like wait_ready(), and fails if this rank's caller interrupts it.
+  void await(std::vector<pollfd>& fds, Clock::time_point until);
+  void await(Clock::time_point until);
+  [[noreturn]] void fail_as_interrupted();
   // Marks the world dead, tells the peers why, and throws. A timeout reaches the ranks that had
   // `arrived` as kTimeout, because they waited as well.
   [[noreturn]] void fail(ErrorCode code, const std::string& message, const WaitFailure& failure,
@@ -170,7 +176,8 @@ class Bootstrap {
   std::optional<Death> death_;
   std::optional<Death> parting_;
   protocol::WorldView view_;
-  std::atomic<bool> called_off_{false};  // abort() sets it
+  std::atomic<AbortCause> called_off_{AbortCause::kNone};  // abort() sets it
+  std::atomic<bool> in_collective_{false};
 };
 
 }  // namespace switchyard

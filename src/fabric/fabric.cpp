@@ -4,6 +4,7 @@
 
 #include <utility>
 
+#include "base/interrupt.h"
 #include "base/limits.h"
 #include "fabric/collective.h"
 #include "network/rows.h"
@@ -24,13 +25,19 @@ Fabric::AbortHook::~AbortHook() {
   std::erase(fabric_.hooks_, this);
 }
 
-void Fabric::abort() noexcept {
+void Fabric::abort(AbortCause cause) noexcept {
   {
     const std::lock_guard lock(hooks_mutex_);
-    if (aborted_.exchange(true, std::memory_order_acq_rel)) return;
+    if (was_aborted()) return;
+    aborted_.store(cause, std::memory_order_release);
     for (const AbortHook* const hook : hooks_) hook->hook_();
   }
   abort_collectives();
+}
+
+std::uint64_t Fabric::abort_word() const noexcept {
+  const std::uint64_t why = abort_cause() == AbortCause::kInterrupted ? protocol::kInterrupted : 0;
+  return protocol::kCalledOff | why | static_cast<std::uint64_t>(rank() + 1);
 }
 
 std::unique_ptr<network::RowsRegion> Fabric::share_rows(std::span<std::byte>,
@@ -90,10 +97,21 @@ WaitFailure abort_failure(int rank) {
   WaitFailure failure;
   failure.waiter_rank = rank;
   failure.peer_rank = rank;
-  failure.phase = "abort";
+  failure.phase = kAbortPhase;
   return failure;
 }
 
-std::string abort_message(int rank) { return fmt::format("rank {} called World::abort()", rank); }
+std::string abort_message(int rank, AbortCause cause) {
+  if (cause == AbortCause::kInterrupted) {
+    return fmt::format("rank {} was interrupted, as by Ctrl-C, while it waited", rank);
+  }
+  return fmt::format("rank {} called World::abort()", rank);
+}
+
+void throw_if_interrupted(int rank) {
+  if (!interrupted()) return;
+  throw TimeoutError(ErrorCode::kAborted, abort_message(rank, AbortCause::kInterrupted),
+                     abort_failure(rank));
+}
 
 }  // namespace switchyard

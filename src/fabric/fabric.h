@@ -5,6 +5,7 @@
 #include <atomic>
 #include <chrono>
 #include <cstddef>
+#include <cstdint>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -41,6 +42,13 @@ class SymmetricSegment {
  protected:
   std::vector<std::byte*> bases_;
   std::size_t bytes_ = 0;
+};
+
+// Why this rank ended its world.
+enum class AbortCause : std::uint8_t {
+  kNone,         // it did not
+  kCalledOff,    // World::abort()
+  kInterrupted,  // its caller interrupted a call that waited (base/interrupt.h)
 };
 
 class Fabric {
@@ -88,9 +96,13 @@ class Fabric {
   // if nothing is. Never used to decide anything, only to explain a passed deadline.
   virtual std::string liveness(int rank) const = 0;
 
-  // See World::abort(). The abort hooks run first, then collectives end.
-  void abort() noexcept;
-  bool was_aborted() const noexcept { return aborted_.load(std::memory_order_acquire); }
+  // See World::abort(). The abort hooks run first, then collectives end. Only the first call
+  // counts.
+  void abort(AbortCause cause = AbortCause::kCalledOff) noexcept;
+  AbortCause abort_cause() const noexcept { return aborted_.load(std::memory_order_acquire); }
+  bool was_aborted() const noexcept { return abort_cause() != AbortCause::kNone; }
+  // Returns what hooks write to abort words (protocol/control.h) once this rank aborted its world.
+  std::uint64_t abort_word() const noexcept;
   // `hook` is called by abort(), from any thread and at most once, while the returned object lives.
   // It may not throw, nor wait for other ranks. Its object's destructor waits until it is not
   // running.
@@ -113,8 +125,8 @@ class Fabric {
 
  protected:
   explicit Fabric(std::chrono::milliseconds deadline) : deadline_(deadline) {}
-  // Ends the collective that this rank is in, and makes all later ones throw kAborted. Any thread
-  // may call it.
+  // Ends the collective that this rank is in, and makes all later ones throw kAborted, because of
+  // abort_cause(). Any thread may call it.
   virtual void abort_collectives() noexcept = 0;
   // `failure` has the world's numbers.
   virtual void tell(const std::string&, const WaitFailure&) const noexcept {}
@@ -122,7 +134,7 @@ class Fabric {
   protocol::WorldView view_;
 
  private:
-  std::atomic<bool> aborted_{false};
+  std::atomic<AbortCause> aborted_{AbortCause::kNone};
   std::mutex hooks_mutex_;
   std::vector<AbortHook*> hooks_;
 };
@@ -139,8 +151,11 @@ void require_one_host(const Fabric& fabric, const char* what);
 inline constexpr const char* kGpuRanks = "ranks on GPUs (Backend::kCuda) were asked for";
 
 // The record and the message of a world that `rank` aborted.
+inline constexpr const char* kAbortPhase = "abort";
 WaitFailure abort_failure(int rank);
-std::string abort_message(int rank);
+std::string abort_message(int rank, AbortCause cause);
+// Throws them if the caller of this rank interrupted the call that this thread is in.
+void throw_if_interrupted(int rank);
 
 // Collective. Returns every rank's `mine`, by rank. All ranks must pass the same number of
 // elements.

@@ -9,6 +9,7 @@
 #include <limits>
 #include <utility>
 
+#include "fabric/fabric.h"
 #include "fabric/hash.h"
 
 namespace switchyard {
@@ -19,7 +20,7 @@ struct FailureBody {
   std::int32_t code = 0;
   std::int32_t waiter_rank = 0;
   std::int32_t peer_rank = 0;
-  std::int32_t reserved = 0;
+  std::int32_t aborted = 0;  // 1: the phase is "abort", else "bootstrap"
   std::uint64_t slot = 0;
   std::uint64_t expected = 0;
   std::uint64_t observed = 0;
@@ -49,6 +50,7 @@ SharedPayload failure_payload(ErrorCode code, std::string_view message,
   body.code = static_cast<std::int32_t>(code);
   body.waiter_rank = failure.waiter_rank;
   body.peer_rank = failure.peer_rank;
+  body.aborted = std::string_view(failure.phase) == kAbortPhase ? 1 : 0;
   body.slot = failure.slot;
   body.expected = failure.expected;
   body.observed = failure.observed;
@@ -99,6 +101,7 @@ ReceivedFailure read_failure(const Frame& frame) {
                           payload.size() - sizeof body);
   received.failure.waiter_rank = body.waiter_rank;
   received.failure.peer_rank = body.peer_rank;
+  if (body.aborted == 1) received.failure.phase = kAbortPhase;
   received.failure.slot = body.slot;
   received.failure.expected = body.expected;
   received.failure.observed = body.observed;

@@ -6,6 +6,7 @@
 #include <cerrno>
 #include <vector>
 
+#include "base/interrupt.h"
 #include "fabric/channel.h"
 
 namespace switchyard {
@@ -90,7 +91,7 @@ JoinResult join_handshake(int socket, const HandshakeTerms& terms, int rank,
     for (;;) {
       const Progress progress = step();
       if (progress != Progress::kLater) return progress == Progress::kDone;
-      if (Clock::now() >= until) return false;
+      if (Clock::now() >= until || interrupted()) return false;
       std::vector<pollfd> fds{{socket, event, 0}};
       wait_ready(fds, until);
     }

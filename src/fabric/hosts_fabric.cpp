@@ -182,8 +182,8 @@ class HostsFabric final : public Fabric {
     world_->report(TimeoutError(ErrorCode::kAborted, message, failure));
   }
   void abort_collectives() noexcept override {
-    world_->abort();
-    host_->abort();
+    world_->abort(abort_cause());
+    host_->abort(abort_cause());
   }
 
   std::shared_ptr<Fabric> world_, host_;
@@ -215,6 +215,7 @@ std::vector<network::ControlChannel> connect_proxies(int rank, const network::Ho
     if (hosts.same_host(peer, rank)) continue;
     const auto i = static_cast<std::size_t>(peer);
     while (!channels[i].is_open()) {
+      throw_if_interrupted(rank);
       if (Clock::now() >= until) fail(peer);
       UniqueFd socket = connect_tcp(endpoints[i], until);
       if (socket && join_handshake(socket.get(), terms, rank, until) == JoinResult::kProved) {
@@ -240,6 +241,7 @@ std::vector<network::ControlChannel> connect_proxies(int rank, const network::Ho
       }
     }
     if (missing < 0) return channels;
+    throw_if_interrupted(rank);
     if (Clock::now() >= until) fail(missing);
     while (strangers.size() < kMostStrangers) {
       UniqueFd socket(::accept4(listener.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));

@@ -90,7 +90,7 @@ class Processes final : public ProcessFabric {
     Fabric::set_view(std::move(view));
   }
 
-  void abort_collectives() noexcept override { bootstrap_.abort(); }
+  void abort_collectives() noexcept override { bootstrap_.abort(abort_cause()); }
 
   void all_gather(std::span<const std::byte> mine, std::span<std::byte> all) override {
     reporting([&] { bootstrap_.all_gather(mine, all); });

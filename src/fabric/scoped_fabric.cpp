@@ -8,7 +8,9 @@ namespace {
 class ScopedFabric final : public Fabric {
  public:
   explicit ScopedFabric(std::shared_ptr<Fabric> of)
-      : Fabric(of->deadline()), of_(std::move(of)), hook_(*of_, [this] { abort(); }) {
+      : Fabric(of->deadline()),
+        of_(std::move(of)),
+        hook_(*of_, [this] { abort(of_->abort_cause()); }) {
     view_ = of_->view();
   }
 

@@ -8,6 +8,7 @@
 #include <optional>
 #include <utility>
 
+#include "base/interrupt.h"
 #include "base/mapping.h"
 #include "base/posix.h"
 #include "fabric/collective.h"
@@ -79,21 +80,8 @@ class Meeting {
     }
 
     const Clock::time_point start = Clock::now();
-    const auto settled = [&] { return round->num_arrived == size_ || death_; };
     give_up_on_departed(rank, call);
-    while (!settled() && Clock::now() < start + deadline_) {
-      Clock::time_point until = start + deadline_;
-      if (view.record) {
-        const std::vector<int> missing = round->missing();
-        view.record->show(
-            {protocol::Phase::kBootstrap, missing.front(), num_completed_ + 1, false});
-        view.record->look();
-        until = std::min(until, Clock::now() + protocol::WorldRecord::kBeat);
-      }
-      settled_.wait_until(lock, until, settled);
-    }
-    if (view.record) view.record->end_wait();
-    if (!settled()) {
+    if (!await(lock, start + deadline_, rank, view, *round)) {
       const std::vector<int> missing = round->missing();
       const Blame found = blame(view, rank, missing, deadline_);
       die(ErrorCode::kTimeout,
@@ -114,9 +102,9 @@ class Meeting {
     return round;
   }
 
-  void call_off(int rank) {
+  void call_off(int rank, AbortCause cause) {
     const std::lock_guard lock(mutex_);
-    if (!death_) die(ErrorCode::kAborted, abort_message(rank), abort_failure(rank));
+    if (!death_) die(ErrorCode::kAborted, abort_message(rank, cause), abort_failure(rank));
   }
 
   void depart(int rank) {
@@ -141,6 +129,43 @@ class Meeting {
     std::string message;
     WaitFailure failure;
   };
+
+  // Returns true once the round is settled, false once `until` has passed. Shows in the world's
+  // record that the rank waits. Throws if the rank's caller interrupts it, also if that is while
+  // the round completes: the world ends then anyway.
+  bool await(std::unique_lock<std::mutex>& lock, Clock::time_point until, int rank,
+             const protocol::WorldView& view, const Round& round) {
+    const auto settled = [&] { return round.num_arrived == size_ || death_; };
+    const struct EndOfWait {
+      protocol::WorldRecord* record;
+      ~EndOfWait() {
+        if (record != nullptr) record->end_wait();
+      }
+    } end_of_wait{view.record.get()};
+    for (;;) {
+      if (view.record) {
+        const std::uint64_t number = num_completed_ + 1;
+        const std::vector<int> missing = round.missing();
+        if (!missing.empty()) {
+          view.record->show({protocol::Phase::kBootstrap, missing.front(), number, false});
+        }
+        view.record->look();
+      }
+      const auto next = std::min(until, Clock::now() + protocol::WorldRecord::kBeat);
+      if (settled_.wait_until(lock, next, settled)) return true;
+      // The caller may call World::abort() when it is asked.
+      lock.unlock();
+      const bool ended = interrupted();
+      lock.lock();
+      if (ended) {
+        const std::string message = abort_message(rank, AbortCause::kInterrupted);
+        const WaitFailure failure = abort_failure(rank);
+        if (!death_) die(ErrorCode::kAborted, message, failure);
+        throw TimeoutError(ErrorCode::kAborted, message, failure);
+      }
+      if (Clock::now() >= until) return settled();
+    }
+  }
 
   void die(ErrorCode code, std::string message, const WaitFailure& failure) {
     death_ = Death{code, std::move(message), failure};
@@ -250,7 +275,7 @@ class ThreadFabric final : public Fabric {
 
   void abort_collectives() noexcept override {
     try {
-      meeting_->call_off(rank_);
+      meeting_->call_off(rank_, abort_cause());
     } catch (...) {
       // There is no memory for the message, so the others wait until their deadlines.
     }

@@ -2,6 +2,8 @@
 
 #include <fmt/core.h>
 
+#include <string>
+
 #include "fabric/fabric.h"
 #include "protocol/failure.h"
 
@@ -27,13 +29,20 @@ void throw_failure(const World& world, const protocol::FailureRecord& record, co
   throw error;
 }
 
-void throw_called_off(int rank, const char* what) {
-  throw TimeoutError(
-      ErrorCode::kAborted,
-      fmt::format("{}, or destroyed this {} while it had work under way; this {} cannot be used "
-                  "any more",
-                  abort_message(rank), what, what),
-      abort_failure(rank));
+void throw_called_off(int rank, AbortCause cause, const char* what) {
+  const std::string or_destroyed =
+      cause == AbortCause::kInterrupted
+          ? ""
+          : fmt::format(", or destroyed this {} while it had work under way", what);
+  throw TimeoutError(ErrorCode::kAborted,
+                     fmt::format("{}{}; this {} cannot be used any more",
+                                 abort_message(rank, cause), or_destroyed, what),
+                     abort_failure(rank));
+}
+
+void throw_if_aborted(const World& world, const char* what) {
+  const Fabric& fabric = world.fabric();
+  if (fabric.was_aborted()) throw_called_off(fabric.rank(), fabric.abort_cause(), what);
 }
 
 }  // namespace switchyard

@@ -31,8 +31,9 @@ std::optional<ControlMessage> read_control_message(const std::byte* bytes, int n
   if (message.kind == ControlMessage::Kind::kAbort) {
     const auto failed = static_cast<std::int64_t>(message.word & (protocol::kCalledOff - 1)) - 1;
     const bool called_off = (message.word & protocol::kCalledOff) != 0;
-    if (message.word >> 33 != 0 || !is_rank(failed)) return std::nullopt;
-    if (!called_off && !names_ranks) return std::nullopt;
+    const bool is_interrupted = (message.word & protocol::kInterrupted) != 0;
+    if (message.word >> 34 != 0 || !is_rank(failed)) return std::nullopt;
+    if (!called_off && (is_interrupted || !names_ranks)) return std::nullopt;
   }
   return message;
 }

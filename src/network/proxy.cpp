@@ -12,6 +12,7 @@
 #include <system_error>
 #include <utility>
 
+#include "base/interrupt.h"
 #include "base/threads.h"
 #include "protocol/wait.h"
 #include "switchyard/error.h"
@@ -317,8 +318,16 @@ void Proxy::leave(std::uint32_t segment) {
     return !heaps_.at(segment).proposal;
   };
   while (!protocol::aborted(heap.heaps) && !(is_quiet(heap) && is_settled()) &&
-         Clock::now() < until) {
+         Clock::now() < until && !interrupted()) {
     std::this_thread::sleep_for(std::chrono::microseconds(100));
+  }
+  if (interrupted()) {
+    // Others may still need what this rank would have passed on.
+    const std::uint64_t word =
+        protocol::kCalledOff | protocol::kInterrupted | static_cast<std::uint64_t>(rank_ + 1);
+    for (int r = 0; r < heap.heaps.size(); ++r) {
+      protocol::compare_exchange(&heap.heaps.control(r)->abort, std::uint64_t{0}, word);
+    }
   }
   // Others must learn why before they see this rank leave.
   const Clock::time_point told_by = std::min(until, Clock::now() + kFarewell);

@@ -101,6 +101,8 @@ static_assert(kMaxRanks <= 256, "a peer has 8 bits");
 
 // A bit of `abort`: the rank called World::abort(), and left no record.
 inline constexpr std::uint64_t kCalledOff = std::uint64_t{1} << 32;
+// Beside kCalledOff: it did not call that, but its own caller interrupted it (base/interrupt.h).
+inline constexpr std::uint64_t kInterrupted = std::uint64_t{1} << 33;
 
 // The wait of another rank, as a rank that looks for a culprit has seen it.
 struct Sighting {
@@ -111,7 +113,7 @@ struct Sighting {
 // Every rank's own words, on cache lines of their own because peers poll them.
 struct Control {
   // 0, or 1 + the rank whose `failure` ended the world; with kCalledOff, the rank that called off
-  // all passes.
+  // all passes, or was interrupted.
   alignas(64) std::uint64_t abort;
   std::uint64_t verdict;                // the arbiter's: what every rank's `abort` will be
   std::uint64_t claim;                  // 0, or 1 once a thread of the owner writes `failure`

@@ -161,7 +161,7 @@ class Patience {
       pace.show(wait);
       if (lack.peer != heaps.rank && pace.is_gone(lack.peer)) {
         // What it did before it ended may be seen only now, so the next look decides.
-        if (gone_ == lack.peer + 1) return end_by_loss(heaps, epoch, pace, lack);
+        if (gone_ == lack.peer + 1) return end_by_loss(heaps, epoch, deadline_ns, pace, lack);
         gone_ = lack.peer + 1;
       }
     }
@@ -232,11 +232,14 @@ class Patience {
   }
 
  private:
-  // Aborts the world because a rank that this one waits for will never do its part. Returns false
-  // if another rank is going to say so.
+  // Aborts the world because a rank that this one waits for will never do its part. (It may have
+  // ended because it gave up on another.) Returns false if another rank is going to say so.
   template <typename Pace>
-  bool end_by_loss(const Heaps& heaps, std::uint64_t epoch, Pace& pace, const Missing& lack) {
-    const FailureRecord record{heaps.rank,    lack.peer,     Phase::kLink, epoch,     lack.slot,
+  bool end_by_loss(const Heaps& heaps, std::uint64_t epoch, std::uint64_t deadline_ns, Pace& pace,
+                   const Missing& lack) {
+    const auto behind = pace.behind(lack.peer, deadline_ns);
+    const int lost = behind && behind->rank != heaps.rank ? behind->rank : lack.peer;
+    const FailureRecord record{heaps.rank,    lost,          Phase::kLink, epoch,     lack.slot,
                                lack.expected, lack.observed, waited_ + 1,  heaps.rank};
     if (pace.propose(record)) return false;
     abort_world(heaps, record);

@@ -9,6 +9,7 @@
 #include <thread>
 #include <vector>
 
+#include "base/interrupt.h"
 #include "base/limits.h"
 #include "base/origin.h"
 #include "base/posix.h"
@@ -81,9 +82,7 @@ class SymmetricHeap::State {
     map.bytes = bytes;
     map.deadline_ns = static_cast<std::uint64_t>(std::chrono::nanoseconds(deadline).count());
     for (int r = 0; r < map.size; ++r) map.bases[r] = memory->start(r) + PeerControl::kBytes;
-    abort_hook.emplace(world.fabric(), [this] {
-      memory->raise(PeerControl::kCalledOff | static_cast<std::uint64_t>(map.rank + 1));
-    });
+    abort_hook.emplace(world.fabric(), [this] { memory->raise(world.fabric().abort_word()); });
   }
   State(const State&) = delete;
   State& operator=(const State&) = delete;
@@ -130,7 +129,6 @@ PeerWait SymmetricHeap::State::wait(const std::uint64_t* flag, std::uint64_t val
   constexpr auto kBeat =
       static_cast<std::uint64_t>(nanoseconds(protocol::WorldRecord::kBeat).count());
   const protocol::WorldView& view = world.fabric().view();
-  if (!view.record) return host::wait_until(map, flag, value, peer);
   std::uint64_t waited = 0;
   bool gone = false;
   for (;;) {
@@ -139,18 +137,19 @@ PeerWait SymmetricHeap::State::wait(const std::uint64_t* flag, std::uint64_t val
         host::wait_until(map, flag, value, peer, Until::kAtLeast, gone ? 0 : std::min(kBeat, left));
     waited += outcome.waited_ns;
     if (outcome.state != PeerWait::State::kTimeout) {
-      view.record->end_wait();
+      if (view.record) view.record->end_wait();
       return outcome;
     }
     if (gone || waited >= map.deadline_ns) {
-      view.record->end_wait();
-      if (!gone) {
-        const auto found = view.culprit(peer, nanoseconds(map.deadline_ns));
-        if (found && found->rank != map.rank) culprit = found->rank;
-      }
+      if (view.record) view.record->end_wait();
+      const auto found = view.culprit(peer, nanoseconds(map.deadline_ns));
+      if (found && found->rank != map.rank) culprit = found->rank;
       outcome.waited_ns = waited;
       return outcome;
     }
+    // The hook raises the words of all ranks, and then the next wait ends.
+    if (interrupted()) world.fabric().abort(AbortCause::kInterrupted);
+    if (!view.record) continue;
     view.record->show({protocol::Phase::kSignal, view.name(peer), 0, peer == map.rank});
     view.record->look();
     // What it did before it ended may be seen only now, so the flag is looked at once more.
@@ -161,7 +160,9 @@ PeerWait SymmetricHeap::State::wait(const std::uint64_t* flag, std::uint64_t val
 // Why the heap died, by an abort word that is not 0.
 void SymmetricHeap::State::fail(std::uint64_t abort) const {
   const int rank = static_cast<int>(abort & (PeerControl::kCalledOff - 1)) - 1;
-  if ((abort & PeerControl::kCalledOff) != 0) throw_called_off(rank, "symmetric heap");
+  if ((abort & PeerControl::kCalledOff) != 0) {
+    throw_called_off(rank, cause_of(abort), "symmetric heap");
+  }
   fail(memory->control(rank).failure);
 }
 void SymmetricHeap::State::fail(const PeerControl::Failure& seen) const {

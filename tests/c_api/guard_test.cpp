@@ -55,11 +55,11 @@ TEST(Guard, LongMessagesAreCut) {
 }
 
 TEST(Guard, EveryStatusHasAName) {
-  for (sy_status status = SY_OK; status <= SY_INTERNAL; ++status) {
+  for (sy_status status = SY_OK; status <= SY_INTERRUPTED; ++status) {
     EXPECT_STRNE(sy_status_name(status), "unknown") << status;
   }
   EXPECT_STREQ(sy_status_name(-1), "unknown");
-  EXPECT_STREQ(sy_status_name(SY_INTERNAL + 1), "unknown");
+  EXPECT_STREQ(sy_status_name(SY_INTERRUPTED + 1), "unknown");
 }
 
 }  // namespace

@@ -12,8 +12,10 @@
 #include <fstream>
 #include <functional>
 #include <string>
+#include <thread>
 #include <vector>
 
+#include "base/interrupt.h"
 #include "support/layers.h"
 
 namespace switchyard::cpu {
@@ -24,6 +26,26 @@ TEST(WorkerPool, EveryThreadHasItsPartOfEveryRegion) {
   std::atomic<int> sum{0};
   for (int i = 0; i < 100; ++i) pool.run([&](int thread) { sum += 1 << 8 * thread; });
   EXPECT_EQ(sum, 100 * 0x01010101);
+}
+
+// The caller's own part is over, and it waits for the other threads: then it asks, if its call
+// does.
+TEST(WorkerPool, TheCallerAsksWhileItWaitsForTheOthers) {
+  static std::atomic<int> questions;
+  questions = 0;
+  WorkerPool pool(2, [] {});
+  const auto wait_in_vain = [](int thread) {
+    if (thread != 0) std::this_thread::sleep_for(4 * kInterruptInterval);
+  };
+  pool.run(wait_in_vain, [] { (void)interrupted(); });
+  EXPECT_EQ(questions, 0);
+  set_interrupt_check([] { return ++questions, 0; }, ::pthread_self());
+  {
+    const InterruptibleCall call;
+    pool.run(wait_in_vain, [] { (void)interrupted(); });
+  }
+  set_interrupt_check(nullptr, ::pthread_self());
+  EXPECT_GE(questions, 1);
 }
 
 // Runs `body` in a process of its own, whose address space has room for dozens more threads, but

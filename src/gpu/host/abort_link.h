@@ -23,9 +23,12 @@ class AbortLink {
   // Raises the abort words of all ranks, for kernels that run and for all later ones. The copies
   // have a stream of their own, which kernels do not hold up. Any thread may call it, one at a
   // time.
+  void raise(const protocol::Heaps& heaps, std::uint64_t word) const noexcept {
+    raise(word, heaps.size(), [&heaps](int rank) { return &heaps.control(rank)->abort; });
+  }
+  // Does so for a rank that gives up what it destroys.
   void raise(const protocol::Heaps& heaps) const noexcept {
-    raise(protocol::kCalledOff | static_cast<std::uint64_t>(heaps.rank + 1), heaps.size(),
-          [&heaps](int rank) { return &heaps.control(rank)->abort; });
+    raise(heaps, protocol::kCalledOff | static_cast<std::uint64_t>(heaps.rank + 1));
   }
   // Does the same for other words: word_of(rank) is the address of a rank's.
   template <typename WordOf>

@@ -245,7 +245,8 @@ Engine::Engine(const World& world, const LayerSpec& spec, const MoeWeights& weig
     abort_link_ = std::make_unique<AbortLink>(device_);
   });
   abort_hook_.emplace(world_.fabric(), [this] {
-    if (!memory_->released()) abort_link_->raise(params_.heaps);
+    if (memory_->released()) return;
+    abort_link_->raise(params_.heaps, world_.fabric().abort_word());
   });
 }
 
@@ -581,7 +582,7 @@ std::string Engine::describe(const BadId& bad) const {
 
 void Engine::check() {
   volatile Failures& failures = **failures_;
-  if (world_.fabric().was_aborted()) throw_called_off(world_.rank());
+  throw_if_aborted(world_);
   if (failures.given_up == 0) {
     // This must not wait: on a device with other ranks, their passes may wait for this one's next.
     const std::uint64_t bad = failures.bad_id;

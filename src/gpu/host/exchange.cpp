@@ -162,7 +162,8 @@ Engine::Engine(const World& world, const ExchangeProblem& problem, const Exchang
   // All ranks learn of a failure here. This is also a barrier: nobody writes into a heap before its
   // flags are down.
   attempt_together(world_.fabric(), [&] { prepare(); });
-  abort_hook_.emplace(world_.fabric(), [this] { abort_link_->raise(site_.heaps); });
+  abort_hook_.emplace(world_.fabric(),
+                      [this] { abort_link_->raise(site_.heaps, world_.fabric().abort_word()); });
 }
 
 void Engine::require_supported() const {
@@ -496,7 +497,7 @@ void Engine::throw_found(volatile std::uint64_t& word, ErrorCode code, const std
 }
 
 void Engine::check() {
-  if (world_.fabric().was_aborted()) throw_called_off(world_.rank(), "exchange");
+  throw_if_aborted(world_, "exchange");
   volatile ExchangeFailures& failures = **failures_;
   if (failures.given_up != 0) fail();
   const auto low = [](std::uint64_t word) { return static_cast<std::uint32_t>(word); };
