@@ -16,6 +16,7 @@ void throw_failure(const World& world, const protocol::FailureRecord& record, co
   // an error of its own, or that is lost, is to blame itself.)
   if (record.waited_ns != 0 && record.phase != protocol::Phase::kLink &&
       record.peer != fabric.rank()) {
+    if (fabric.view().record) fabric.view().record->catch_up();
     const auto found =
         fabric.view().culprit(record.peer, std::chrono::nanoseconds(record.waited_ns));
     if (found && found->rank != fabric.rank() && found->witness >= 0) {

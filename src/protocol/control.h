@@ -135,6 +135,9 @@ struct Heaps {
   // 0, or the first of the rank's host.
   int arbiter = 0;
   std::byte* base[kMaxRanks] = {};
+  // This rank's word in the world's record, for waits of kernels; null: they are not shown. On the
+  // host a wait's pace shows it.
+  std::uint64_t* shown = nullptr;
 
   SWITCHYARD_HOST_DEVICE int size() const { return experts.num_ranks; }
   SWITCHYARD_HOST_DEVICE std::byte* mine() const { return base[rank]; }

@@ -157,6 +157,7 @@ class Patience {
                                    std::uint32_t beat) {
     const WaitsFor wait{lack.phase, lack.peer, epoch, lack.peer == heaps.rank};
     store_release(&heaps.control(heaps.rank)->waits_for, wait.pack(beat));
+    if (heaps.shown != nullptr) store_relaxed(heaps.shown, wait.pack(beat));
     if constexpr (requires { pace.show(wait); }) {
       pace.show(wait);
       if (lack.peer != heaps.rank && pace.is_gone(lack.peer)) {
@@ -226,6 +227,7 @@ class Patience {
   SWITCHYARD_HOST_DEVICE void end(const Heaps& heaps, const Pace& pace) const {
     if (clock_runs_) {
       store_release(&heaps.control(heaps.rank)->waits_for, std::uint64_t{0});
+      if (heaps.shown != nullptr) store_relaxed(heaps.shown, std::uint64_t{0});
       if constexpr (requires { pace.end_wait(); }) pace.end_wait();
     }
     if (judging_ != 0) stop_judging(heaps);

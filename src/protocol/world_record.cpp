@@ -3,6 +3,7 @@
 #include <fcntl.h>
 #include <fmt/core.h>
 #include <poll.h>
+#include <sys/eventfd.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -22,6 +23,56 @@ std::int64_t now_ns() { return std::chrono::nanoseconds(Clock::now().time_since_
 WorldRecord::WorldRecord(int rank, std::vector<std::uint64_t*> words,
                          std::shared_ptr<const void> memory, std::vector<UniqueFd> lives)
     : rank_(rank), words_(std::move(words)), memory_(std::move(memory)), lives_(std::move(lives)) {}
+
+WorldRecord::~WorldRecord() {
+  if (!watcher_.joinable()) return;
+  const std::uint64_t one = 1;
+  // It fails only where the counter is full, which wakes as well.
+  [[maybe_unused]] const ssize_t written = ::write(stop_.get(), &one, sizeof one);
+  watcher_.join();
+}
+
+WorldRecord::LossHook::LossHook(WorldRecord& record, std::function<void(const WaitsFor&)> hook)
+    : record_(record), hook_(std::move(hook)) {
+  const std::lock_guard lock(record_.hooks_mutex_);
+  record_.hooks_.push_back(this);
+  const bool knows_lives = std::any_of(record_.lives_.begin(), record_.lives_.end(),
+                                       [](const UniqueFd& life) { return bool(life); });
+  if (!knows_lives || record_.watcher_.joinable()) return;
+  record_.stop_ = UniqueFd(::eventfd(0, EFD_CLOEXEC));
+  if (!record_.stop_) throw_errno("cannot make an eventfd for the thread that sees ranks end");
+  record_.watcher_ = std::thread([&of = record_] { of.watch(); });
+}
+
+WorldRecord::LossHook::~LossHook() {
+  const std::lock_guard lock(record_.hooks_mutex_);
+  std::erase(record_.hooks_, this);
+}
+
+// Sleeps until a process ends. From then on it looks every now and then if this rank waits for one
+// that is gone: a word that keeps saying so is not left over from a wait that has ended.
+void WorldRecord::watch() {
+  std::uint64_t last = 0;
+  for (;;) {
+    std::vector<pollfd> fds{{stop_.get(), POLLIN, 0}};
+    const std::uint64_t ended = ended_.load(std::memory_order_acquire);
+    for (std::size_t r = 0; ended == 0 && r < lives_.size(); ++r) {
+      if (lives_[r]) fds.push_back({lives_[r].get(), POLLIN, 0});
+    }
+    wait_ready(fds, ended == 0 ? Clock::time_point::max() : Clock::now() + kBeat / 2);
+    if (fds[0].revents != 0) return;
+    look_at_lives();
+    const std::uint64_t now = word();
+    const WaitsFor wait = WaitsFor::unpack(now), before = WaitsFor::unpack(last);
+    const bool goes_on = now != last && wait.is_wait() && before.is_wait() &&
+                         wait.peer == before.peer && wait.peer < size() && is_gone(wait.peer);
+    last = now;
+    if (!goes_on || wait.peer == rank_) continue;
+    const std::lock_guard lock(hooks_mutex_);
+    for (const LossHook* const hook : hooks_) hook->hook_(wait);
+    hooks_.clear();
+  }
+}
 
 void WorldRecord::show(const WaitsFor& wait) {
   std::uint64_t* const word = word_of(rank_);
@@ -59,6 +110,8 @@ void WorldRecord::look() {
   std::int64_t next = next_look_.load(std::memory_order_relaxed);
   constexpr std::int64_t kInterval = std::chrono::nanoseconds(kBeat / 2).count();
   if (now < next || !next_look_.compare_exchange_strong(next, now + kInterval)) return;
+  // What has changed since a look long ago may have done so then, and stand still now.
+  const bool knows_before = now - next < std::chrono::nanoseconds(10 * kBeat).count();
   {
     const std::lock_guard lock(mutex_);
     for (int r = 0; r < size(); ++r) {
@@ -67,6 +120,7 @@ void WorldRecord::look() {
       if (word == seen.word) continue;
       seen.word = word;
       const WaitsFor wait = WaitsFor::unpack(word);
+      if (!knows_before) continue;
       // A rank's wait for its own threads often is a consequence of another thread's wait.
       if (!wait.is_wait() || wait.own || wait.peer >= size()) continue;
       seen.wait = word;
@@ -74,6 +128,18 @@ void WorldRecord::look() {
     }
   }
   look_at_lives();
+}
+
+void WorldRecord::catch_up() {
+  if (now_ns() - next_look_.load(std::memory_order_relaxed) <
+      std::chrono::nanoseconds(2 * kBeat).count()) {
+    return;
+  }
+  for (int i = 0; i < 4; ++i) {
+    look();
+    std::this_thread::sleep_for(kBeat);
+  }
+  look();
 }
 
 void WorldRecord::look_at_lives() const {

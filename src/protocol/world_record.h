@@ -8,10 +8,12 @@
 #include <atomic>
 #include <chrono>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <optional>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "base/posix.h"
@@ -29,6 +31,7 @@ class WorldRecord {
   // becomes readable when its process ends (life_of_process()), or none where that is not known.
   WorldRecord(int rank, std::vector<std::uint64_t*> words, std::shared_ptr<const void> memory,
               std::vector<UniqueFd> lives);
+  ~WorldRecord();
   WorldRecord(const WorldRecord&) = delete;
   WorldRecord& operator=(const WorldRecord&) = delete;
 
@@ -52,6 +55,9 @@ class WorldRecord {
 
   // Takes notes of all words, at most once in half a kBeat. Every waiting thread calls it.
   void look();
+  // Takes notes for some beats, unless a thread of this rank has taken them lately. For ranks whose
+  // waits were in kernels.
+  void catch_up();
   // True if the rank will never do anything in this world again: its process has ended, or it left.
   bool is_gone(int rank) const;
   // The rank because of which a rank gave up; else the rank itself.
@@ -72,6 +78,26 @@ class WorldRecord {
   // True if the rank was seen to wait lately, in the same sense.
   bool waits(int rank, std::chrono::nanoseconds deadline) const;
 
+  // ---- For ranks whose waits are in kernels.
+
+  // The address of this rank's word.
+  std::uint64_t* own_word() const { return word_of(rank_); }
+  // While the returned object lives, `hook` is called once for a rank that is gone, by a thread of
+  // the record, when this rank's word says that it waits for it. It may not throw, nor wait for
+  // other ranks. The object's destructor waits until it is not running.
+  class LossHook {
+   public:
+    LossHook(WorldRecord& record, std::function<void(const WaitsFor&)> hook);
+    ~LossHook();
+    LossHook(const LossHook&) = delete;
+    LossHook& operator=(const LossHook&) = delete;
+
+   private:
+    friend class WorldRecord;
+    WorldRecord& record_;
+    std::function<void(const WaitsFor&)> hook_;
+  };
+
   // ---- For the thread that talks to other hosts.
   std::uint64_t word() const;
   void mirror(int rank, std::uint64_t word);
@@ -83,6 +109,7 @@ class WorldRecord {
     std::uint64_t wait = 0;    // that wait
   };
   void look_at_lives() const;
+  void watch();
   bool is_recent(const Seen& seen, std::chrono::nanoseconds deadline) const;
   std::uint64_t* word_of(int rank) const { return words_[static_cast<std::size_t>(rank)]; }
 
@@ -94,6 +121,11 @@ class WorldRecord {
   std::atomic<std::int64_t> next_look_{0};
   mutable std::mutex mutex_;
   std::array<Seen, kMaxRanks> seen_{};
+
+  std::mutex hooks_mutex_;
+  std::vector<LossHook*> hooks_;
+  UniqueFd stop_;  // ends the thread
+  std::thread watcher_;
 };
 
 // A descriptor that becomes readable in every process that holds it when the calling process ends,

@@ -46,6 +46,18 @@ class AbortLink {
     (void)cudaStreamSynchronize(stream);
     if (known) (void)cudaSetDevice(before);
   }
+  // Writes why this rank gives up, and then raises the abort words of all ranks for that reason.
+  void raise(const protocol::Heaps& heaps, const protocol::FailureRecord& record) const noexcept {
+    int before = 0;
+    const bool known = cudaGetDevice(&before) == cudaSuccess;
+    if (cudaSetDevice(device_) != cudaSuccess) return;
+    (void)cudaMemcpyAsync(&heaps.control(heaps.rank)->failure, &record, sizeof record,
+                          cudaMemcpyDefault, static_cast<cudaStream_t>(stream_.handle()));
+    (void)cudaStreamSynchronize(static_cast<cudaStream_t>(stream_.handle()));
+    if (known) (void)cudaSetDevice(before);
+    raise(static_cast<std::uint64_t>(heaps.rank) + 1, heaps.size(),
+          [&heaps](int rank) { return &heaps.control(rank)->abort; });
+  }
   // Reads a rank's Control by a copy that kernels do not hold up either: another stream of the
   // device may stand still until this has been read. Requires that the device is current; one call
   // at a time.

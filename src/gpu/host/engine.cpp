@@ -20,6 +20,7 @@
 #include "gpu/host/few_tokens.h"
 #include "gpu/host/mapped_memory.h"
 #include "gpu/host/pass_memory.h"
+#include "gpu/host/shown_word.h"
 #include "gpu/host/tensor_map.h"
 #include "gpu/host/trace.h"
 #include "gpu/host/weights.h"
@@ -145,7 +146,8 @@ class Engine final : public LayerEngine {
   LayerParams params_{};
   ForwardStats stats_;
   std::unique_ptr<AbortLink> abort_link_;
-  std::optional<Fabric::AbortHook> abort_hook_;  // uses the heap and the link
+  std::unique_ptr<ShownWord> shown_;             // uses the heap and the link
+  std::optional<Fabric::AbortHook> abort_hook_;  // so does this
 };
 
 Engine::Engine(const World& world, const LayerSpec& spec, const MoeWeights& weights,
@@ -243,6 +245,9 @@ Engine::Engine(const World& world, const LayerSpec& spec, const MoeWeights& weig
     params_.failures = failures_->on_device();
     describe_memory();
     abort_link_ = std::make_unique<AbortLink>(device_);
+    if (distributed()) {
+      shown_ = std::make_unique<ShownWord>(world_.fabric().view(), params_.heaps, *abort_link_);
+    }
   });
   abort_hook_.emplace(world_.fabric(), [this] {
     if (memory_->released()) return;
@@ -346,7 +351,8 @@ void Engine::rebind(const MoeWeights& weights, const ExpertPlacement* placement)
 // waits for it first.
 Engine::~Engine() {
   abort_hook_.reset();
-  if (abort_link_ == nullptr || device_is_idle(device_, options_.deadline)) return;
+  const bool idle = abort_link_ == nullptr || device_is_idle(device_, options_.deadline);
+  if (idle) return shown_.reset();
   abort_link_->raise(params_.heaps);
   if (device_is_idle(device_, std::chrono::seconds(1))) return;
   const auto leak = [](auto& owner) { (void)new (std::nothrow) auto(std::move(owner)); };
@@ -357,6 +363,7 @@ Engine::~Engine() {
   leak(place_of_);
   leak(trace_);
   leak(failures_);
+  leak(shown_);
   leak(abort_link_);
 }
 

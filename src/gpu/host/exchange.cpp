@@ -20,6 +20,7 @@
 #include "gpu/host/exchange_trace.h"
 #include "gpu/host/mapped_memory.h"
 #include "gpu/host/pass_memory.h"
+#include "gpu/host/shown_word.h"
 #include "gpu/host/symmetric_memory.h"
 #include "layer/failure.h"
 #include "layer/ids.h"
@@ -130,6 +131,7 @@ class Engine final : public ExchangeEngine {
   ExchangeStats stats_;
   std::optional<ExchangeTrace> trace_;
   std::unique_ptr<AbortLink> abort_link_;
+  std::unique_ptr<ShownWord> shown_;  // uses the heap and the link
   // Copies words for stats() and trace(). Its stream is its own, so waiting kernels do not hold it
   // up.
   struct WordsCopy {
@@ -223,6 +225,9 @@ void Engine::prepare() {
   abort_link_ = std::make_unique<AbortLink>(device_);
   words_copy_ = std::make_unique<WordsCopy>();
   describe();
+  if (num_ranks() > 1) {
+    shown_ = std::make_unique<ShownWord>(world_.fabric().view(), site_.heaps, *abort_link_);
+  }
   SWITCHYARD_CUDA(cudaDeviceSynchronize());
 }
 
@@ -247,7 +252,8 @@ void Engine::describe() {
 // waits for it first.
 Engine::~Engine() {
   abort_hook_.reset();
-  if (abort_link_ == nullptr || device_is_idle(device_, options_.deadline)) return;
+  const bool idle = abort_link_ == nullptr || device_is_idle(device_, options_.deadline);
+  if (idle) return shown_.reset();
   abort_link_->raise(site_.heaps);
   if (device_is_idle(device_, std::chrono::seconds(1))) return;
   const auto leak = [](auto& owner) { (void)new (std::nothrow) auto(std::move(owner)); };
@@ -256,6 +262,7 @@ Engine::~Engine() {
   leak(place_of_);
   leak(workspace_);
   leak(failures_);
+  leak(shown_);
   leak(abort_link_);
   leak(words_copy_);
   leak(trace_);
