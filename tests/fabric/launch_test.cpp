@@ -403,6 +403,13 @@ TEST(LaunchedPlayer, DISABLED_Rank) {
       told(1);
       tell_launcher_deadline(rank, kGenerous);
       ::_exit(5);
+    case 'N':
+      // As before, and then the new one failed.
+      for (const int culprit : {2, 2, 1}) {
+        tell_launcher_deadline(rank, kGenerous);
+        told(culprit);
+      }
+      ::_exit(3);
     default:  // a number: blames that rank
       told(play - '0');
       ::_exit(3);
@@ -466,6 +473,7 @@ INSTANTIATE_TEST_SUITE_P(
         Play{"BlamedByMost", "21r11", 3, {"rank 1 (process "}},
         Play{"StillRunning", "2rr", 3, {"rank 2 (process ", "still ran and did not do its part"}},
         Play{"DiedOfWhatItReported", "1sA", -1, {"rank 1 (process ", "is stopped by signal 19"}},
+        Play{"OnlyTheLastWorldCounts", "Nr3r3", 3, {"rank 3 (process ", "still ran and did not"}},
         Play{"NobodyReported", "xs", 7, {"rank 0 (process ", "failed first: exit code 7"}},
         Play{"AnEarlierWorldIsForgotten",
              "ns",
