@@ -581,10 +581,7 @@ class Launch {
 
   // True if a rank has reported why the world failed. Then all ranks know it or will know it at
   // once, so they get no time for their own deadlines.
-  bool is_explained() const {
-    return std::any_of(ranks_.begin(), ranks_.end(),
-                       [](const Rank& rank) { return rank.report.has_value(); });
-  }
+  bool is_explained() const { return !blamers_.empty(); }
 
   void hear_reports() {
     while (const std::optional<LaunchReports::Received> received = reports_.next()) {
@@ -592,6 +589,7 @@ class Launch {
       const auto num_ranks = static_cast<int>(ranks_.size());
       Rank* const rank = sender_of(*received);
       if (rank == nullptr) continue;  // a number that no rank has
+      const auto index = static_cast<std::size_t>(rank - ranks_.data());
       if (report.kind == LaunchReport::Kind::kDeadline) {
         // No real deadline is longer than a day. A longer one in a report is garbage.
         constexpr std::int64_t kDay = 24 * 3'600'000;
@@ -600,9 +598,10 @@ class Launch {
         rank->world_process = received->process;
         // The rank has got over what it reported of an earlier World.
         rank->report.reset();
+        std::erase(blamers_, index);
       } else if (!rank->report && report.culprit >= 0 && report.culprit < num_ranks) {
         rank->report = report;
-        blamers_.push_back(static_cast<std::size_t>(rank - ranks_.data()));
+        blamers_.push_back(index);
       }
     }
   }
@@ -625,7 +624,6 @@ class Launch {
     std::vector<int> votes(ranks_.size());
     std::vector<std::size_t> candidates;  // in the order in which they were first blamed
     for (const std::size_t blamer : blamers_) {
-      if (!ranks_[blamer].report) continue;
       const auto blamed = static_cast<std::size_t>(ranks_[blamer].report->culprit);
       if (votes[blamed]++ == 0) candidates.push_back(blamed);
     }
@@ -666,13 +664,13 @@ class Launch {
   // The first rank that blames the culprit says in which part it failed.
   std::string part_of(std::size_t culprit) const {
     for (const std::size_t blamer : blamers_) {
-      const std::optional<LaunchReport>& report = ranks_[blamer].report;
-      if (!report || report->culprit != static_cast<int>(culprit)) continue;
-      const std::string_view phase = report->phase;
+      const LaunchReport& report = *ranks_[blamer].report;
+      if (report.culprit != static_cast<int>(culprit)) continue;
+      const std::string_view phase = report.phase;
       if (phase == "abort") return " and gave up because of an error of its own";
       // Collectives have no epochs.
       if (phase == "bootstrap") return " and did not do its part of a collective";
-      return fmt::format(" and did not do its part of {} in epoch {}", phase, report->epoch);
+      return fmt::format(" and did not do its part of {} in epoch {}", phase, report.epoch);
     }
     return "";
   }
@@ -740,7 +738,7 @@ class Launch {
   Guardian guardian_;
   std::chrono::milliseconds patience_{0};  // the longest that a rank waits for others
   std::vector<Rank> ranks_;
-  std::vector<std::size_t> blamers_;  // ranks that have reported a failure, in order
+  std::vector<std::size_t> blamers_;  // ranks with a report, in order of the reports
   std::vector<LabelledOutput> outputs_;
   int exit_code_ = 0;
   std::optional<Failure> first_failure_;

@@ -4,7 +4,10 @@
 // providers come libraries that set signal handlers of their own as they are loaded (PSM's, which
 // print a backtrace), in every process that links to it.
 #include <dlfcn.h>
+#include <fcntl.h>
 #include <fmt/core.h>
+#include <linux/filter.h>
+#include <netinet/in.h>
 #include <rdma/fabric.h>
 #include <rdma/fi_cm.h>
 #include <rdma/fi_domain.h>
@@ -12,17 +15,21 @@
 #include <rdma/fi_errno.h>
 #include <rdma/fi_rma.h>
 #include <signal.h>
+#include <sys/socket.h>
 
 #include <algorithm>
 #include <array>
 #include <cstdlib>
 #include <cstring>
 #include <deque>
+#include <filesystem>
 #include <optional>
 #include <string_view>
+#include <system_error>
 #include <type_traits>
 #include <utility>
 
+#include "base/unique_fd.h"
 #include "network/network.h"
 #include "switchyard/error.h"
 
@@ -206,6 +213,32 @@ Info choose(const std::string& local_address) {
                   local_address));
 }
 
+// True for a listening TCP socket that has this address.
+bool listens_at(int fd, const sockaddr_storage& address) {
+  int listens = 0;
+  socklen_t length = sizeof listens;
+  if (::getsockopt(fd, SOL_SOCKET, SO_ACCEPTCONN, &listens, &length) != 0 || listens == 0) {
+    return false;
+  }
+  sockaddr_storage own{};
+  length = sizeof own;
+  if (::getsockname(fd, reinterpret_cast<sockaddr*>(&own), &length) != 0 ||
+      own.ss_family != address.ss_family) {
+    return false;
+  }
+  if (own.ss_family == AF_INET) {
+    const auto& a = reinterpret_cast<const sockaddr_in&>(own);
+    const auto& b = reinterpret_cast<const sockaddr_in&>(address);
+    return a.sin_port == b.sin_port && a.sin_addr.s_addr == b.sin_addr.s_addr;
+  }
+  if (own.ss_family == AF_INET6) {
+    const auto& a = reinterpret_cast<const sockaddr_in6&>(own);
+    const auto& b = reinterpret_cast<const sockaddr_in6&>(address);
+    return a.sin6_port == b.sin6_port && std::memcmp(&a.sin6_addr, &b.sin6_addr, 16) == 0;
+  }
+  return false;
+}
+
 class Libfabric final : public Network {
  public:
   explicit Libfabric(const std::string& local_address) : info_(choose(local_address)) {
@@ -301,6 +334,27 @@ class Libfabric final : public Network {
       if (fi_av_insert(av_.get(), theirs.name.data(), 1, &peer.address, 0, nullptr) != 1) {
         throw_fabric(fmt::format("cannot use the address of rank {}", r), FI_EADDRNOTAVAIL);
       }
+    }
+  }
+
+  // libfabric 1.17 accepts whatever comes to the port of its tcp provider, and keeps the
+  // descriptors of strangers until the endpoint is closed, also after they have left. It offers no
+  // way to close the port alone. So a filter of the kernel's (SO_ATTACH_FILTER of socket(7)) drops
+  // every packet for the listening socket. Connections that were accepted are sockets of their own,
+  // which had no filter to inherit.
+  void refuse_connections() override {
+    sockaddr_storage name{};
+    std::size_t bytes = sizeof name;
+    if (fi_getname(&endpoint_->fid, &name, &bytes) != 0) return;
+    std::error_code none;
+    for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd", none)) {
+      // A descriptor of its own, because other threads may close and open what the entry names.
+      const UniqueFd fd(::fcntl(std::atoi(entry.path().filename().c_str()), F_DUPFD_CLOEXEC, 0));
+      if (!fd || !listens_at(fd.get(), name)) continue;
+      sock_filter drop_all = BPF_STMT(BPF_RET | BPF_K, 0);
+      const sock_fprog program{1, &drop_all};
+      // If the kernel refuses, strangers cost descriptors, as they do while the world forms.
+      ::setsockopt(fd.get(), SOL_SOCKET, SO_ATTACH_FILTER, &program, sizeof program);
     }
   }
 

@@ -66,6 +66,9 @@ class Network {
   virtual Blob address() = 0;
   // `by_rank`: the addresses of all ranks, in order; empty ones are not connected to.
   virtual void connect(std::span<const Blob> by_rank) = 0;
+  // Keeps strangers out: from now on this rank takes no connection. Call it when a message of every
+  // rank that this one talks to has come, and has gone to it. Networks without ports do nothing.
+  virtual void refuse_connections() {}
 
   // Starts to copy. The source must stay as it is until kSent with the put's context. Returns false
   // if the queue is full: poll(), and try again.
@@ -105,10 +108,15 @@ struct Immediate {
   enum class Kind : std::uint8_t {
     kDispatchChunk,  // `value`: the window's slot that was written; kRows: a put of rows came
     kCombineChunk,
-    kDispatchCredit,  // `value`: so many chunks were read, and their slots are free
+    // `value`: so many chunks were read, and their slots are free; or a greeting.
+    kDispatchCredit,
     kCombineCredit,
   };
   static constexpr std::uint32_t kRows = 1 << 15;  // above all slots
+  // Values of kDispatchCredit above all numbers of credits, by which two ranks find out that both
+  // directions between them work.
+  static constexpr std::uint32_t kGreeting = 0xfffe, kAnswer = 0xffff;
+  static_assert(WindowOptions::kMostWindow < kGreeting);
   Kind kind;
   int source;
   std::uint32_t value;

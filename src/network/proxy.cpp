@@ -9,6 +9,7 @@
 #include <array>
 #include <iterator>
 #include <limits>
+#include <set>
 #include <system_error>
 #include <utility>
 
@@ -187,6 +188,16 @@ Proxy::Proxy(const Hosts& hosts, int rank, const ProxyOptions& options,
       inbox.arrived.resize(windows.window);
       inboxes_.push_back(std::move(inbox));
     }
+  }
+  // A sends to B exactly if B hears from A, so each is an acquaintance of the other.
+  std::set<int> known;
+  for (const auto& outbox : outboxes_) {
+    if (outbox) known.insert(outbox->gateway());
+  }
+  for (const Inbox& inbox : inboxes_) known.insert(inbox.source);
+  for (const int other : known) {
+    // Only one of the two greets, so that they do not connect to each other at the same time.
+    acquaintances_.push_back({other, rank_ < other ? Immediate::kGreeting : 0});
   }
 }
 
@@ -371,6 +382,7 @@ void Proxy::run() {
   while (!stopping_.load(std::memory_order_acquire)) {
     bool busy = hear_network();
     busy |= apply_arrived();
+    if (!refuses_connections_) greet();
     busy |= do_tasks();
     busy |= send_queued();
     const Clock::time_point now = Clock::now();
@@ -450,7 +462,45 @@ void Proxy::hear_chunk(const Immediate& immediate, Lane lane) {
   chunks_received_.fetch_add(1, std::memory_order_relaxed);
 }
 
+// The lower rank greets, the higher answers, and the lower answers that. So whoever has an answer
+// knows that the connection, or each of the two where a provider has one for each direction, is
+// there. The port that connections come in by is not needed from then on: a connection that breaks
+// is not made again, because its rank is lost.
+void Proxy::hear_greeting(const Immediate& immediate) {
+  const auto known =
+      std::find_if(acquaintances_.begin(), acquaintances_.end(),
+                   [&](const Acquaintance& a) { return a.rank == immediate.source; });
+  if (known == acquaintances_.end()) {
+    return distrust(immediate.source, ": a greeting of a rank that sends nothing here");
+  }
+  if (immediate.value == Immediate::kAnswer) {
+    if (known->has_answered) return;
+    known->has_answered = true;
+    if (rank_ > known->rank) return;
+  }
+  known->unsent = Immediate::kAnswer;
+}
+
+void Proxy::greet() {
+  bool done = true;
+  for (Acquaintance& other : acquaintances_) {
+    // If the queue is full, it goes with the next turn.
+    if (other.unsent != 0 &&
+        network_->signal(other.rank,
+                         Immediate{Immediate::Kind::kDispatchCredit, rank_, other.unsent}.pack())) {
+      other.unsent = 0;
+    }
+    done = done && other.unsent == 0 && other.has_answered;
+  }
+  if (!done) return;
+  network_->refuse_connections();
+  refuses_connections_ = true;
+}
+
 void Proxy::hear_credit(const Immediate& immediate, Lane lane) {
+  if (lane == Lane::kDispatch && immediate.value >= Immediate::kGreeting) {
+    return hear_greeting(immediate);
+  }
   Outbox& credited = outbox(lane, hosts_.host_of(immediate.source));
   if (credited.gateway() != immediate.source || !credited.credited(immediate.value)) {
     distrust(immediate.source, fmt::format(": {} credits too many", immediate.value));

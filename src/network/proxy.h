@@ -193,6 +193,8 @@ class Proxy final : private Landing {
   void hear(const Event& event);
   void hear_chunk(const Immediate& immediate, Lane lane);
   void hear_credit(const Immediate& immediate, Lane lane);
+  void hear_greeting(const Immediate& immediate);
+  void greet();
   bool apply_arrived();
   bool send_queued();
   void forget_rows(int rank);
@@ -254,6 +256,14 @@ class Proxy final : private Landing {
   // The thread's alone.
   std::vector<Inbox> inboxes_;
   std::vector<std::deque<Queued>> queued_;  // by outbox
+  // A rank that this one sends to or hears from over the network, until both have answered.
+  struct Acquaintance {
+    int rank;
+    std::uint32_t unsent = 0;  // a greeting or an answer; 0: none
+    bool has_answered = false;
+  };
+  std::vector<Acquaintance> acquaintances_;
+  bool refuses_connections_ = false;
   // Puts of rows that are on their way, by context.
   struct RowsFlight {
     int rank;

@@ -75,6 +75,10 @@ class LaunchTest : public ::testing::Test {
   std::filesystem::path directory_;
 };
 
+long long ms_of(Clock::time_point time) {
+  return std::chrono::duration_cast<milliseconds>(time.time_since_epoch()).count();
+}
+
 // Written to another name first, so that a file that exists is complete.
 constexpr const char* kSleepForever =
     "echo $$ > $DIR/new$RANK; mv $DIR/new$RANK $DIR/pid$RANK; exec sleep 1000";
@@ -399,6 +403,13 @@ TEST(LaunchedPlayer, DISABLED_Rank) {
       told(1);
       tell_launcher_deadline(rank, kGenerous);
       ::_exit(5);
+    case 'N':
+      // As before, and then the new one failed.
+      for (const int culprit : {2, 2, 1}) {
+        tell_launcher_deadline(rank, kGenerous);
+        told(culprit);
+      }
+      ::_exit(3);
     default:  // a number: blames that rank
       told(play - '0');
       ::_exit(3);
@@ -462,6 +473,7 @@ INSTANTIATE_TEST_SUITE_P(
         Play{"BlamedByMost", "21r11", 3, {"rank 1 (process "}},
         Play{"StillRunning", "2rr", 3, {"rank 2 (process ", "still ran and did not do its part"}},
         Play{"DiedOfWhatItReported", "1sA", -1, {"rank 1 (process ", "is stopped by signal 19"}},
+        Play{"OnlyTheLastWorldCounts", "Nr3r3", 3, {"rank 3 (process ", "still ran and did not"}},
         Play{"NobodyReported", "xs", 7, {"rank 0 (process ", "failed first: exit code 7"}},
         Play{"AnEarlierWorldIsForgotten",
              "ns",
@@ -486,7 +498,44 @@ TEST_F(LaunchTest, DoesNotWaitForAStoppedProgramBehindAShell) {
   EXPECT_THAT(errors, AllOf(HasSubstr("rank 1 (process "), HasSubstr("is stopped and did not")));
 }
 
-// A stopped rank is not waited for at the launch's own deadline, or when a user interrupts it.
+// A rank of the test below, as a program of its own.
+TEST(LaunchedInACollective, DISABLED_Rank) {
+  World world = World::from_environment(with_deadline(milliseconds(2'000)));
+  world.barrier();
+  if (world.rank() == 1) {
+    std::printf("stops at %lld ms\n", ms_of(Clock::now()));
+    std::fflush(stdout);
+    ::raise(SIGSTOP);
+  }
+  try {
+    world.barrier();
+    ADD_FAILURE() << "no error";
+  } catch (const TimeoutError& error) {
+    EXPECT_EQ(error.failure().peer_rank, 1) << error.what();
+    ::_exit(3);
+  }
+}
+
+// Neither the grace nor the patience of others is added to the ranks' deadline.
+TEST_F(LaunchTest, ARankThatStopsInACollectiveCostsTheDeadline) {
+  LaunchOptions options{.num_ranks = 3, .grace = kGenerous, .label_output = true};
+  options.command = {std::filesystem::read_symlink("/proc/self/exe").string(),
+                     "--gtest_also_run_disabled_tests", "--gtest_filter=LaunchedInACollective.*"};
+  std::string errors;
+  ::testing::internal::CaptureStdout();
+  const int code = launch_quietly(options, errors);
+  const auto end = ms_of(Clock::now());
+  const std::string output = ::testing::internal::GetCapturedStdout();
+  EXPECT_EQ(code, 3) << output;
+  const std::string mark = "[rank 1] stops at ";
+  const std::size_t at = output.find(mark);
+  ASSERT_NE(at, std::string::npos) << output;
+  const long long took = end - std::stoll(output.substr(at + mark.size()));
+  RecordProperty("after_the_stop_ms", std::to_string(took));
+  EXPECT_LT(took, kAtOnce.count());
+}
+
+// At the launch's own deadline, too.
 TEST_F(LaunchTest, DoesNotWaitForStoppedRanksAtTheDeadline) {
   std::string errors;
   LaunchOptions options = shell(2, "kill -STOP $$");

@@ -496,6 +496,116 @@ TEST_F(HostsTest, StrangersAndOtherSecretsAreRefusedAndTheWorldForms) {
   EXPECT_THAT(codes, Each(0));
 }
 
+// Local addresses and ports of a network namespace's TCP sockets that listen.
+std::vector<sockaddr_in> listeners_here() {
+  std::ifstream table("/proc/thread-self/net/tcp");
+  std::string line;
+  std::getline(table, line);
+  std::vector<sockaddr_in> found;
+  while (std::getline(table, line)) {
+    unsigned address = 0, port = 0, state = 0;
+    constexpr unsigned kListen = 10;
+    if (std::sscanf(line.c_str(), " %*d: %8X:%4X %*8X:%*4X %2X", &address, &port, &state) != 3 ||
+        state != kListen) {
+      continue;
+    }
+    sockaddr_in one{};
+    one.sin_family = AF_INET;
+    one.sin_addr.s_addr = address;
+    one.sin_port = htons(static_cast<std::uint16_t>(port));
+    found.push_back(one);
+  }
+  return found;
+}
+
+int num_descriptors() {
+  return static_cast<int>(std::distance(std::filesystem::directory_iterator("/proc/self/fd"),
+                                        std::filesystem::directory_iterator()));
+}
+
+// Over TCP the provider of the network listens while a world lives.
+TEST_F(HostsTest, StrangersCostALivingWorldNoDescriptors) {
+  ASSERT_NO_FATAL_FAILURE(make_hosts(2));
+  if (IsSkipped()) return;
+  constexpr int kMany = 1'000'000'000;
+  struct Shared {
+    std::atomic<int> passes{0};
+    std::atomic<int> strangers{0};  // 1: knocked in vain, 2: many have knocked
+    std::atomic<int> last_pass{kMany};
+  };
+  void* const memory =
+      ::mmap(nullptr, sizeof(Shared), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+  ASSERT_NE(memory, MAP_FAILED);
+  Shared& shared = *new (memory) Shared;
+  const auto open_socket = [](const sockaddr_in& to) {
+    UniqueFd socket(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+    if (::connect(socket.get(), reinterpret_cast<const sockaddr*>(&to), sizeof to) != 0) {
+      EXPECT_EQ(errno, EINPROGRESS);
+    }
+    return socket;
+  };
+  const auto is_let_in = [](const UniqueFd& socket, milliseconds patience) {
+    pollfd entry{socket.get(), POLLOUT, 0};
+    return ::poll(&entry, 1, static_cast<int>(patience.count())) == 1 &&
+           (entry.revents & (POLLERR | POLLHUP)) == 0;
+  };
+  const std::vector<int> codes = test::run_processes(3, [&](int child) {
+    if (child == 2) {
+      enter(*hosts_, 0);
+      EXPECT_TRUE(test::eventually([&] { return shared.passes >= 3; }));
+      const std::vector<sockaddr_in> ports = listeners_here();
+      EXPECT_FALSE(ports.empty());
+      std::vector<UniqueFd> held;
+      for (const sockaddr_in& port : ports) {
+        // Not on all addresses: the network between the hosts is this one.
+        EXPECT_NE(port.sin_addr.s_addr, htonl(INADDR_ANY));
+        EXPECT_TRUE(test::eventually(
+            [&] { return !is_let_in(open_socket(port), milliseconds(300)); }, milliseconds(5'000)))
+            << "strangers are let in";
+      }
+      const int before = shared.passes;
+      shared.strangers = 1;
+      EXPECT_TRUE(test::eventually([&] { return shared.passes > before + 1; }));
+      for (int i = 0; i < 300 && !ports.empty(); ++i) {
+        held.push_back(open_socket(ports[static_cast<std::size_t>(i) % ports.size()]));
+      }
+      std::this_thread::sleep_for(milliseconds(500));
+      int let_in = 0;
+      for (const UniqueFd& socket : held) let_in += is_let_in(socket, milliseconds(0));
+      EXPECT_EQ(let_in, 0);
+      const int then = shared.passes;
+      EXPECT_TRUE(test::eventually([&] { return shared.passes > then + 1; }));
+      shared.strangers = 2;
+      return;
+    }
+    enter(*hosts_, child);
+    const World world = join(child, 2);
+    const LayerSpec spec = spec_of(64, 32, 4, 2);
+    const MoeWeights weights = generate_weights(spec, DType::kF32, 1, {.num_threads = 1});
+    LayerOptions options;
+    options.max_tokens = 64;
+    options.cpu.num_threads = 1;
+    MoeLayer layer(world, spec, weights, options);
+    const Batch batch = random_batch(spec, 40, DType::kF32, 1);
+    BatchResult result = empty_result(spec, batch, 2, DType::kF32);
+    int before = -1;
+    for (int pass = 1; pass <= shared.last_pass; ++pass) {
+      forward_share(layer, batch, Shares::even(40, 2), child, result);
+      if (child != 0) continue;
+      if (shared.strangers >= 1 && before < 0) before = num_descriptors();
+      // The other rank may be in the next pass already, but cannot end it without this one.
+      if (shared.strangers == 2 && shared.last_pass == kMany) shared.last_pass = pass + 2;
+      shared.passes = pass;
+    }
+    // (One that got in while the world formed may have gone meanwhile.)
+    if (child == 0) {
+      EXPECT_LE(num_descriptors(), before);
+    }
+  });
+  EXPECT_THAT(codes, Each(0));
+  ::munmap(memory, sizeof(Shared));
+}
+
 TEST_F(HostsTest, AMissingRankIsNamed) {
   ASSERT_NO_FATAL_FAILURE(make_hosts(2));
   if (IsSkipped()) return;
