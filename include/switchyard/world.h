@@ -79,7 +79,7 @@ class World {
   // Every rank that waits in a forward pass of a layer made with this world, or in a collective
   // call, throws TimeoutError{kAborted}, whose failure() names this rank and has phase "abort"; so
   // does every later call, here and there. (Ranks that are processes hear of it in collective calls
-  // through rank 0, as soon as that is in one: as of a process that ended.) With kCuda kernels end,
+  // through rank 0, as soon as that is in one.) With kCuda kernels end,
   // and check() throws. No layer of the world can be used any more.
   void abort() const noexcept;
 

@@ -10,9 +10,9 @@ using Clock = std::chrono::steady_clock;
 std::atomic<InterruptCheck> process_check{nullptr};
 std::atomic<pthread_t> asking_thread{};
 
-thread_local InterruptibleCall::State current;
+thread_local constinit InterruptibleCall::State current;
 // Calls of the checks that run on this thread do not ask, so that checks do not nest.
-thread_local bool asking = false;
+thread_local constinit bool asking = false;
 
 }  // namespace
 
@@ -23,17 +23,17 @@ void set_interrupt_check(InterruptCheck check, pthread_t thread) noexcept {
   process_check.store(check, std::memory_order_release);
 }
 
-InterruptibleCall::InterruptibleCall() noexcept : outer_(current) {
-  current = {};
+InterruptibleCall::InterruptibleCall() noexcept : current_(current), outer_(current_) {
+  current_ = {};
   const InterruptCheck check = process_check.load(std::memory_order_acquire);
-  if (check == nullptr || asking) return;
+  if (check == nullptr) return;
   // Another thread need not be able to ask. In Python only the main thread may handle signals, and
   // others may not even take the interpreter's lock while the process ends.
   if (pthread_equal(asking_thread.load(std::memory_order_relaxed), ::pthread_self()) == 0) return;
-  current.check = check;
+  if (!asking) current_.check = check;
 }
 
-InterruptibleCall::~InterruptibleCall() { current = outer_; }
+InterruptibleCall::~InterruptibleCall() { current_ = outer_; }
 
 bool asks_for_interrupts() noexcept { return current.check != nullptr; }
 

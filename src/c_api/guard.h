@@ -23,7 +23,7 @@ sy_status guarded(Body&& body) noexcept {
     status = remember_current_exception();
   }
   // A body may succeed nevertheless, if what it waited for came at that moment.
-  return was_interrupted() ? remember_interruption() : status;
+  return call.was_interrupted() ? remember_interruption() : status;
 }
 
 }  // namespace switchyard::c_api

@@ -344,6 +344,7 @@ void Bootstrap::admit(Lobby::Arrival& arrival, const std::vector<bool>& taken, W
 void Bootstrap::join() {
   Wait wait = start_wait();
   for (;;) {
+    throw_if_interrupted(rank_);
     Channel root = place_->try_connect(wait.until);
     if (root.fd() >= 0) {
       if (const std::optional<Frame> welcome = introduce(root, wait)) {
@@ -475,7 +476,7 @@ void Bootstrap::abort(AbortCause cause) noexcept {
   // Sequentially consistent, as in exchange(): either this thread sees that another one is in a
   // collective, or that one sees that it is called off.
   called_off_.store(cause);
-  if (!in_collective_.load() && !death_) {
+  if (!in_collective_.load()) {
     try {
       const Frame why = failure_frame(ErrorCode::kAborted, abort_message(name(rank_), cause),
                                       abort_failure(name(rank_)));
@@ -528,7 +529,8 @@ void Bootstrap::fail(ErrorCode code, const std::string& message, const WaitFailu
         code == ErrorCode::kTimeout && !waited_as_well ? ErrorCode::kAborted : code;
     channels_[r].queue(failure_frame(sent_code, message, failure));
   }
-  for (const Clock::time_point until = Clock::now() + kFarewell;;) {
+  const auto farewell = was_interrupted() ? kInterruptInterval : kFarewell;
+  for (const Clock::time_point until = Clock::now() + farewell;;) {
     std::vector<pollfd> fds;
     for (Channel& channel : channels_) {
       channel.flush();

@@ -19,6 +19,7 @@
 #include <cstring>
 #include <utility>
 
+#include "base/interrupt.h"
 #include "base/printable.h"
 #include "fabric/bootstrap.h"
 #include "fabric/frames.h"
@@ -302,10 +303,13 @@ UniqueFd connect_tcp(const TcpEndpoint& endpoint, Clock::time_point until) {
                             "rank 0 as the other hosts know it, or by its IP address",
                             printable(endpoint.host), ::gai_strerror(code)));
   }
+  // A signal ends connect(). One that comes right before must not wait for a host that is silent.
+  const Clock::time_point longest =
+      asks_for_interrupts() ? std::min(until, Clock::now() + std::chrono::seconds(1)) : until;
   for (const addrinfo* info = found.list; info != nullptr; info = info->ai_next) {
     UniqueFd socket(::socket(info->ai_family, SOCK_STREAM | SOCK_CLOEXEC, 0));
     if (!socket) continue;
-    set_connect_patience(socket.get(), until);
+    set_connect_patience(socket.get(), longest);
     if (::connect(socket.get(), info->ai_addr, info->ai_addrlen) != 0) continue;
     set_no_delay(socket.get());
     return socket;

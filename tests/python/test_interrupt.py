@@ -23,7 +23,7 @@ ANSWER, ANSWER_ON_A_BUSY_MACHINE = 0.2, 0.5
 # A rank of three. For each kind of call it makes a world, says "waiting" and waits in that call for rank 2, which does
 # not come. Then it says how the call ended, and when.
 RANK = """
-import json, signal, sys, time, torch
+import json, numpy, signal, sys, time
 from switchyard import Exchange, Experts, Placement, SymmetricHeap, Workspace, World
 
 rank, name, kinds = int(sys.argv[1]), sys.argv[2], sys.argv[3:]
@@ -44,19 +44,18 @@ def bang(*_):
 
 signal.signal(signal.SIGUSR1, noted)
 signal.signal(signal.SIGUSR2, bang)
-torch.manual_seed(rank)
-x, ids, weights = torch.randn(5, H), torch.tensor([[0, 5]] * 5), torch.ones(5, 2)
+x, ids, weights = numpy.ones((5, H), "f4"), numpy.array([[0, 5]] * 5), numpy.ones((5, 2), "f4")
 
 
 def experts(world, threads=1):
     return Experts(
-        torch.randn(2, 2 * I, H), torch.randn(2, H, I), top_k=K, max_tokens=8,
+        numpy.ones((2, 2 * I, H), "f4"), numpy.ones((2, H, I), "f4"), top_k=K, max_tokens=8,
         placement=Placement(num_experts=E, world=world, num_threads=threads),
     )
 
 
 def exchange(world):
-    return Exchange(world, hidden=H, num_experts=E, top_k=K, max_tokens=8, num_threads=1)
+    return Exchange(world, hidden=H, num_experts=E, top_k=K, max_tokens=8, dispatch="f16", num_threads=1)
 
 
 def prepared(kind, world):
@@ -76,10 +75,10 @@ def prepared(kind, world):
         return lambda: exchange(world)
     if kind in ("dispatch", "combine"):
         made = exchange(world)
-        bf16 = x.bfloat16()
-        received = made.dispatch(bf16, ids, weights)
+        half = x.astype("f2")
+        received = made.dispatch(half, ids, weights)
         if kind == "dispatch":
-            return lambda: made.dispatch(bf16, ids, weights)
+            return lambda: made.dispatch(half, ids, weights)
         return lambda: made.combine(received.rows, received.handle)
     if kind == "heap":
         return lambda: SymmetricHeap(world, 1 << 16)
@@ -99,8 +98,11 @@ for kind in kinds:
             world = World.processes(rank, 3, **where)
             call = prepared(kind, world)
         if rank == 2:
-            if sys.stdin.readline() == "come\\n":
+            word = sys.stdin.readline()
+            if word == "come\\n":
                 call()
+            if word == "abort\\n":
+                world.abort()
             continue
         say(waiting=kind)
         call()
@@ -195,25 +197,48 @@ def test_a_wait_is_interrupted_and_the_others_are_told(victim):
     assert statistics.median(answers) < ANSWER and sorted(answers)[-3] < ANSWER_ON_A_BUSY_MACHINE, answers
 
 
-@pytest.mark.parametrize("kind", ["barrier", "pass1", "pass2", "dispatch", "heap_barrier"])
-def test_a_handler_that_returns_does_not_end_the_wait(kind):
-    with ranks(kind) as started:
-        started.await_waiting(kind)
-        for _ in range(2):
-            sent = started.send(0, signal.SIGUSR1)
-            assert started.hear(0)["handled"] - sent < ANSWER_ON_A_BUSY_MACHINE
-        started.tell_last("come")
-        assert started.hear(0)["ended"] == started.hear(1)["ended"] == ""
+def test_a_handler_that_returns_does_not_end_the_wait():
+    kinds, answers = ["world", "barrier", "pass1", "pass2", "dispatch", "heap_barrier"], []
+    with ranks(*kinds) as started:
+        for kind in kinds:
+            started.await_waiting(kind)
+            for _ in range(2):
+                sent = started.send(0, signal.SIGUSR1)
+                answers.append(started.hear(0)["handled"] - sent)
+            started.tell_last("come")
+            assert started.hear(0)["ended"] == started.hear(1)["ended"] == "", kind
+    assert statistics.median(answers) < ANSWER, answers
 
 
-@pytest.mark.parametrize("kind", ["barrier", "pass2", "heap_wait"])
-def test_what_a_handler_raises_comes_out(kind):
-    with ranks(kind) as started:
-        started.await_waiting(kind)
-        started.send(1, signal.SIGUSR2)
-        raised, theirs = started.hear(1), started.hear(0)
-        assert (raised["ended"], raised["text"]) == ("LookupError", "bang")
-        assert "rank 1 was interrupted" in theirs["text"]
+def test_what_a_handler_raises_comes_out():
+    kinds = ["world", "barrier", "pass2", "heap_wait"]
+    with ranks(*kinds) as started:
+        for kind in kinds:
+            started.await_waiting(kind)
+            started.send(1, signal.SIGUSR2)
+            raised, theirs = started.hear(1), started.hear(0)
+            assert (raised["ended"], raised["text"]) == ("LookupError", "bang")
+            assert theirs["ended"] == "Aborted" and "rank 1 was interrupted" in theirs["text"], kind
+            if kind != "world":
+                assert all("rank 1 was interrupted" in started.hear(rank)["again"] for rank in range(2)), kind
+            started.tell_last("go on")
+
+
+def test_a_rank_that_aborts_the_world_says_so():
+    """It has not been interrupted, nor lost."""
+    kinds = ["barrier", "pass1"]
+    with ranks(*kinds) as started:
+        for kind in kinds:
+            started.await_waiting(kind)
+            sent = time.monotonic()
+            started.tell_last("abort")
+            for rank in range(2):
+                told = started.hear(rank)
+                assert told["ended"] == "Aborted" and "rank 2 called World::abort()" in told["text"], told
+                assert (told["peer"], told["phase"]) == (2, "abort")
+                assert told["at"] - sent < 10 * ANSWER_ON_A_BUSY_MACHINE
+            for rank in range(2):
+                assert started.hear(rank)["again"].startswith("Aborted")
 
 
 # ------------------------------------------------------------------------- ranks that are threads
