@@ -27,7 +27,12 @@ constexpr int kRoot = 0;
 // How long after its own deadline a member waits for the verdict of a root that is known to be in
 // the same collective. The root acts on the earliest deadline of all, so only a stopped or starved
 // root takes longer than an instant.
-constexpr std::chrono::seconds kVerdictGrace{2};
+constexpr std::chrono::milliseconds kVerdictGrace{2'000};
+// The same while the world is made. No record says yet if the root still runs, so this is a part of
+// the deadline: a stopped root is to be named soon after it.
+std::chrono::milliseconds start_grace(std::chrono::milliseconds deadline) {
+  return std::clamp(deadline / 12, std::chrono::milliseconds(100), kVerdictGrace);
+}
 // How long a failing rank tries to tell its peers why, if their sockets are full.
 constexpr std::chrono::seconds kFarewell{1};
 // How often to try again, because neither a listener's appearance nor the end of SCM_RIGHTS
@@ -174,7 +179,7 @@ void Bootstrap::fail_closed(const Wait& wait, int rank, bool garbled,
   if (view_.record) failure.peer_rank = view_.record->given_up_by(name(rank));
   if (failure.peer_rank != name(rank)) {
     fail(ErrorCode::kAborted,
-         fmt::format("rank {} of {} is lost to the world: rank {} gave up because of it, and left "
+         fmt::format("rank {} of {} is lost to the world: rank {} waited for it in vain, and left "
                      "during {}",
                      failure.peer_rank, world_size(), name(rank), activity_),
          failure, arrived);
@@ -433,8 +438,12 @@ std::optional<Frame> Bootstrap::hear_root(Channel& root, const Wait& wait, bool&
     }
     const Clock::time_point wake = keep_watch(kRoot, wait.until + kVerdictGrace);
     // A root that is seen to wait gives its verdict soon.
-    const bool patient = entered && (!view_.record || view_.record->waits(name(kRoot), deadline_));
-    const Clock::time_point until = patient ? wait.until + kVerdictGrace : wait.until;
+    std::chrono::milliseconds grace{0};
+    if (entered && !view_.record) grace = start_grace(deadline_);
+    if (entered && view_.record && view_.record->waits(name(kRoot), deadline_)) {
+      grace = kVerdictGrace;
+    }
+    const Clock::time_point until = wait.until + grace;
     if (Clock::now() >= until) {
       if (!entered && num_collectives_ == 0) return std::nullopt;
       const std::string known = liveness(kRoot);

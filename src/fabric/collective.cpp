@@ -99,7 +99,7 @@ Blame blame(const protocol::WorldView& view, int rank, std::span<const int> miss
       const bool gave_up = found.wait.phase == protocol::Phase::kGaveUp;
       blame.because +=
           fmt::format("{}rank {} {} rank {}", blame.because.empty() ? "" : ", ", found.witness,
-                      gave_up ? "gave up because of" : "waits for", found.rank);
+                      gave_up ? "waited in vain for" : "waits for", found.rank);
       if (!gave_up) blame.because += fmt::format(" ({})", protocol::phase_name(found.wait.phase));
     }
     if (std::find(blame.ranks.begin(), blame.ranks.end(), found.rank) == blame.ranks.end()) {
