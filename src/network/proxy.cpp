@@ -328,7 +328,9 @@ void Proxy::leave(std::uint32_t segment) {
     const std::lock_guard lock(heaps_mutex_);
     return !heaps_.at(segment).proposal;
   };
-  while (!protocol::aborted(heap.heaps) && !(is_quiet(heap) && is_settled()) &&
+  // A rank that gave up elsewhere in the world waits for nobody here.
+  const auto gave_up = [&] { return record_ && record_->given_up_by(rank_) != rank_; };
+  while (!protocol::aborted(heap.heaps) && !(is_quiet(heap) && is_settled()) && !gave_up() &&
          Clock::now() < until && !interrupted()) {
     std::this_thread::sleep_for(std::chrono::microseconds(100));
   }
