@@ -161,7 +161,7 @@ class Patience {
     if constexpr (requires { pace.show(wait); }) {
       pace.show(wait);
       if (lack.peer != heaps.rank && pace.is_gone(lack.peer)) {
-        // What it did before it ended may be seen only now, so the next look decides.
+        // Its last stores may be seen only now, so the next look decides.
         if (gone_ == lack.peer + 1) return end_by_loss(heaps, epoch, deadline_ns, pace, lack);
         gone_ = lack.peer + 1;
       }

@@ -110,7 +110,7 @@ void WorldRecord::look() {
   std::int64_t next = next_look_.load(std::memory_order_relaxed);
   constexpr std::int64_t kInterval = std::chrono::nanoseconds(kBeat / 2).count();
   if (now < next || !next_look_.compare_exchange_strong(next, now + kInterval)) return;
-  // What has changed since a look long ago may have done so then, and stand still now.
+  // A word that has changed since a look long ago may have done so then, and stand still now.
   const bool knows_before = now - next < std::chrono::nanoseconds(10 * kBeat).count();
   {
     const std::lock_guard lock(mutex_);

@@ -1,6 +1,6 @@
 // The record of a world: one word of every rank that says what the rank waits for, or why it does
 // not go on, wherever in the world it is: in a pass, an exchange, a collective or a symmetric heap.
-// Who is about to blame a rank asks first whether that rank itself waits for another. See
+// A rank that is about to blame another asks first whether that one waits itself. See
 // decision 46.
 #pragma once
 
@@ -65,7 +65,7 @@ class WorldRecord {
   // A sentence about a rank that is gone; else empty.
   std::string liveness(int rank) const;
 
-  // What is known of a rank that others wait for.
+  // The rank that a search for the culprit ends at.
   struct Culprit {
     int rank;
     int witness;    // who waits for it, as far as is known; -1: only the caller

@@ -152,7 +152,7 @@ PeerWait SymmetricHeap::State::wait(const std::uint64_t* flag, std::uint64_t val
     if (!view.record) continue;
     view.record->show({protocol::Phase::kSignal, view.name(peer), 0, peer == map.rank});
     view.record->look();
-    // What it did before it ended may be seen only now, so the flag is looked at once more.
+    // Its last stores may be seen only now, so the flag is looked at once more.
     gone = peer != map.rank && view.record->is_gone(view.name(peer));
   }
 }

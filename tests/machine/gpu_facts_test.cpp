@@ -44,8 +44,16 @@ TEST(GpuFacts, OfTheH200) {
   EXPECT_DOUBLE_EQ(facts.nvlink_bytes_per_second->value, 330e9);
   EXPECT_DOUBLE_EQ(facts.bf16_flops_per_second->value, 750e12);
   EXPECT_DOUBLE_EQ(facts.fp8_flops_per_second->value, 1300e12);
-  EXPECT_FALSE(known_gpu_facts("NVIDIA H100 80GB HBM3").has_value());
+  EXPECT_FALSE(known_gpu_facts("NVIDIA H100 PCIe").has_value());
   EXPECT_FALSE(known_gpu_facts("NVIDIA H200 NVL").has_value());
+}
+
+TEST(GpuFacts, OfTheH100) {
+  const GpuFacts facts = known_gpu_facts("NVIDIA H100 80GB HBM3").value();
+  EXPECT_DOUBLE_EQ(facts.launch_seconds.value, 6e-6);
+  EXPECT_DOUBLE_EQ(facts.read_bytes_per_second.value, 3.2e12);
+  EXPECT_DOUBLE_EQ(facts.bf16_flops_per_second->value, 760e12);
+  EXPECT_DOUBLE_EQ(facts.fp8_flops_per_second->value, 1330e12);
 }
 
 json roof(double value) { return {{"value", value}, {"source", "a test"}}; }
