@@ -119,6 +119,10 @@ Verdict judge(const Trial& trial, const Limits& limits, const Board& board, cons
         if (ending.killed[i]) {
           blame(verdict.hangs, fmt::format("hangs in {}, {}", doing, where_it_is));
           bad = " HANGS";
+        } else if (launched != nullptr && trial.scene == Scene::kStart &&
+                   trial.harm != Harm::kStop) {
+          // A launcher knows of a rank that ended before the others could, and ends them.
+          said = "ended by the launcher";
         } else {
           blame(verdict.wrong, fmt::format("ended in {} without a word, {}", doing, where_it_is));
           bad = " CRASHED";
