@@ -37,12 +37,14 @@ struct Options {
   std::uint64_t seed = 1, trials = 40, jobs = 8;
   Limits limits;
   std::string json, only, commit = "unknown", command;
-  bool hosts = true, verbose = false;
+  bool hosts = true, verbose = false, gpus = false;
 };
 
 constexpr const char* kHelp =
-    "failure_trials [--seed N] [--trials N] [--jobs N] [--only TEXT] [--one-host] [--verbose]\n"
+    "failure_trials [--seed N] [--trials N] [--jobs N] [--only TEXT] [--one-host] [--gpus] "
+    "[--verbose]\n"
     "               [--deadline-ms N] [--slack-ms N] [--at-once-ms N] [--json FILE --commit TEXT]\n"
+    "  --gpus       the layers are on GPUs, and there is nothing but layers and collectives\n"
     "  --only       trials whose kind has this in it: 'stop in mix', 'several hosts', 'launched'\n"
     "  --slack-ms   what a rank may take beyond the deadline to notice a stopped one\n"
     "  --at-once-ms what a rank may take to notice one whose process has ended\n";
@@ -58,6 +60,11 @@ Options read_options(int argc, char** argv) {
   for (int i = 1; i < argc; ++i) {
     const std::string_view name = argv[i];
     if (name == "--one-host") {
+      options.hosts = false;
+      continue;
+    }
+    if (name == "--gpus") {
+      options.gpus = true;
       options.hosts = false;
       continue;
     }
@@ -198,7 +205,7 @@ class Tally {
     for (auto& [name, kind] : kinds_) {
       FailureRow& row = rows.emplace_back(kind.row);
       row.kind = name;
-      row.machine = machine::describe_machine(Backend::kCpu, 1);
+      row.machine = machine::describe_machine(options_.gpus ? Backend::kCuda : Backend::kCpu, 1);
       row.commit = options_.commit;
       row.command = options_.command;
       row.first_seed = static_cast<double>(options_.seed);
@@ -267,7 +274,7 @@ std::vector<std::uint64_t> seeds_of(const Options& options) {
   // No kind is so rare.
   const std::uint64_t last = options.seed + 2'000 * options.trials;
   for (std::uint64_t seed = options.seed; seeds.size() < options.trials && seed < last; ++seed) {
-    const Trial trial(seed);
+    const Trial trial(seed, options.gpus);
     if (trial.hosts > 1 && !options.hosts) continue;
     if (trial.kind().find(options.only) != std::string::npos) seeds.push_back(seed);
   }
@@ -305,7 +312,8 @@ int run(Options options) {
       for (const int number : {SIGINT, SIGTERM, SIGHUP}) ::signal(number, SIG_DFL);
       try {
         for (std::size_t i; (i = next->fetch_add(1)) < seeds.size();) {
-          results[i].set(run_trial(Trial(seeds[i]), options.limits, hosts ? &*hosts : nullptr));
+          results[i].set(
+              run_trial(Trial(seeds[i], options.gpus), options.limits, hosts ? &*hosts : nullptr));
         }
       } catch (const std::exception& error) {
         std::fprintf(stderr, "failure_trials: %s\n", error.what());
@@ -322,7 +330,7 @@ int run(Options options) {
     for (std::size_t i = 0; i < seeds.size(); ++i) {
       if (is_told[i] || !results[i].is_there) continue;
       is_told[i] = true;
-      tally.add(Trial(seeds[i]), results[i]);
+      tally.add(Trial(seeds[i], options.gpus), results[i]);
     }
   };
   while (!workers.empty() && interrupted == 0) {

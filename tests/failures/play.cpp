@@ -15,8 +15,50 @@
 #include "switchyard/peer.h"
 #include "switchyard/symmetric_heap.h"
 
+#if defined(SWITCHYARD_HAS_CUDA)
+#include "gpu/host/device_scope.h"
+#include "support/device_ranks.h"
+#endif
+
 namespace switchyard::failures {
 namespace {
+
+#if defined(SWITCHYARD_HAS_CUDA)
+// A layer on a GPU and its tokens there.
+class GpuPass {
+ public:
+  GpuPass(const World& world, const std::vector<std::int32_t>& ids,
+          const std::vector<float>& slot_weights, int experts, int top_k,
+          std::chrono::milliseconds deadline)
+      : device_(world.rank() % gpu::device_count()) {
+    const gpu::DeviceScope scope(device_);
+    const LayerSpec spec = testing::spec_of(256, 128, experts, top_k);
+    const auto tokens = static_cast<std::int64_t>(ids.size()) / top_k;
+    LayerOptions options;
+    options.max_tokens = tokens;
+    options.deadline = deadline;
+    layer_.emplace(world, spec, generate_weights(spec, DType::kBF16, 1, {.num_threads = 1}),
+                   testing::options_of_rank(world.rank(), world.size(), options));
+    batch_.emplace(
+        spec,
+        testing::Batch{
+            testing::Matrix::random(tokens, spec.hidden, DType::kBF16, 1), ids, slot_weights, {}},
+        DType::kBF16);
+  }
+  void run() {
+    const gpu::DeviceScope scope(device_);
+    batch_->enqueue(*layer_, stream_);
+    stream_.synchronize();
+    (void)layer_->stats();  // throws if the pass failed
+  }
+
+ private:
+  int device_;
+  std::optional<MoeLayer> layer_;
+  std::optional<testing::DeviceBatch> batch_;
+  gpu::Stream stream_;
+};
+#endif
 
 using testing::ExchangeArrays;
 using testing::Matrix;
@@ -75,7 +117,12 @@ class Player {
                                        : World::processes(rank_, trial_.ranks, options));
     if (trial_.uses(Act::kPass, Act::kPass)) {
       begin("make layer");
-      layer_.emplace(*world_, spec_, weights_, layer_options(true));
+#if defined(SWITCHYARD_HAS_CUDA)
+      if (trial_.gpus) {
+        gpu_.emplace(*world_, ids_, slot_weights_, kExperts, kTopK, deadline_);
+      } else
+#endif
+        layer_.emplace(*world_, spec_, weights_, layer_options(true));
     }
     if (trial_.uses(Act::kDispatch, Act::kDispatch)) {
       begin("make exchange");
@@ -103,6 +150,9 @@ class Player {
 
   // Lets go of what is left after a failure.
   void close() {
+#if defined(SWITCHYARD_HAS_CUDA)
+    gpu_.reset();
+#endif
     layer_.reset();
     handle_ = {};
     exchange_.reset();
@@ -207,6 +257,9 @@ class Player {
   }
 
   void pass() {
+#if defined(SWITCHYARD_HAS_CUDA)
+    if (trial_.gpus) return gpu_->run();
+#endif
     ForwardInput input;
     input.activations = x_.view();
     input.topk_ids = ids_;
@@ -236,6 +289,9 @@ class Player {
   std::vector<float> slot_weights_;
   std::optional<World> world_;
   std::optional<MoeLayer> layer_;
+#if defined(SWITCHYARD_HAS_CUDA)
+  std::optional<GpuPass> gpu_;
+#endif
   std::optional<Exchange> exchange_;
   ExchangeHandle handle_;
   std::optional<ExchangeArrays> arrays_;

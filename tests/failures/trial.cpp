@@ -154,12 +154,12 @@ const char* to_string(Act act) {
   return "";
 }
 
-Trial::Trial(std::uint64_t its_seed) : seed(its_seed) {
+Trial::Trial(std::uint64_t its_seed, bool on_gpus) : seed(its_seed), gpus(on_gpus) {
   test::Numbers numbers(mix64(seed));
   harm = draw<Harm>(numbers,
                     {{Harm::kKill, 6}, {Harm::kStop, 7}, {Harm::kExit, 5}, {Harm::kInterrupt, 2}});
   exit_code = numbers.between(0, 1) * 3;
-  const bool one_host = numbers.between(0, 9) < 6;
+  const bool one_host = numbers.between(0, 9) < 6 || gpus;
   scene = draw<Scene>(numbers, {{Scene::kPass, 3},
                                 {Scene::kCollective, 4},
                                 {Scene::kExchange, 3},
@@ -168,7 +168,11 @@ Trial::Trial(std::uint64_t its_seed) : seed(its_seed) {
                                 {Scene::kStart, 3},
                                 {Scene::kMixed, 6}});
   launched = numbers.between(0, 3) == 0;
-  if (one_host) {
+  if (gpus) {
+    scene = draw<Scene>(numbers, {{Scene::kPass, 1}, {Scene::kMixed, 2}});
+    launched = false;
+    ranks = numbers.between(2, 4);
+  } else if (one_host) {
     ranks = numbers.between(2, kMostRanks);
   } else {
     hosts = numbers.between(2, kMostHosts);
@@ -176,6 +180,10 @@ Trial::Trial(std::uint64_t its_seed) : seed(its_seed) {
   }
   victim = numbers.between(0, ranks - 1);
   acts = draw_acts(numbers, scene, one_host);
+  if (gpus) {
+    acts = {Act::kPass};
+    if (scene == Scene::kMixed) acts.push_back(Act::kBarrier);
+  }
   threads = numbers.between(1, 2);
   heap_shift = numbers.between(1, ranks - 1);
   for (int r = 0; r < ranks; ++r) {
@@ -183,7 +191,7 @@ Trial::Trial(std::uint64_t its_seed) : seed(its_seed) {
     arrival.emplace_back(scene == Scene::kStart ? numbers.between(0, 3) * numbers.between(0, 100)
                                                 : 0);
   }
-  const bool has_steps = uses(Act::kPass, Act::kCombine);
+  const bool has_steps = uses(Act::kPass, Act::kCombine) && !gpus;
   how = draw<How>(numbers, {{How::kFromOutside, 2},
                             {How::kBeforeAct, scene == Scene::kPass ? 0 : 1},
                             {How::kAtStep, has_steps && scene != Scene::kClose ? 2 : 0}});
@@ -209,8 +217,9 @@ bool Trial::uses(Act first, Act last) const {
 }
 
 std::string Trial::kind() const {
-  return fmt::format("{} in {}, {}{}", to_string(harm), to_string(scene),
-                     hosts == 1 ? "one host" : "several hosts", launched ? ", launched" : "");
+  return fmt::format("{} in {}, {}{}{}", to_string(harm), to_string(scene),
+                     hosts == 1 ? "one host" : "several hosts", gpus ? ", GPUs" : "",
+                     launched ? ", launched" : "");
 }
 
 std::string Trial::words() const {

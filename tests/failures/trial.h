@@ -50,7 +50,8 @@ enum class How {
 };
 
 struct Trial {
-  explicit Trial(std::uint64_t its_seed);
+  // `on_gpus`: the ranks' layers are on GPUs, and there is nothing but layers and collectives.
+  explicit Trial(std::uint64_t its_seed, bool on_gpus = false);
 
   // "stop in pass, several hosts, launched": what its row is called.
   std::string kind() const;
@@ -63,7 +64,7 @@ struct Trial {
   std::uint64_t seed;
   Harm harm{};
   Scene scene{};
-  bool launched = false;
+  bool launched = false, gpus = false;
   int hosts = 1, ranks = 2, victim = 0;
   int exit_code = 0;         // of Harm::kExit
   std::vector<Act> acts;     // of a round; rounds follow each other until the world fails
