@@ -28,8 +28,9 @@ constexpr int kRoot = 0;
 // the same collective. The root acts on the earliest deadline of all, so only a stopped or starved
 // root takes longer than an instant.
 constexpr std::chrono::milliseconds kVerdictGrace{2'000};
-// The same while the world is made. No record says yet if the root still runs, so this is a part of
-// the deadline: a stopped root is to be named soon after it.
+// The same on one host while the world is made. No record says yet if the root still runs, so this
+// is a part of the deadline: a stopped root is to be named soon after it. (Between hosts clocks
+// differ, and the root may count from when it read the member's deadline.)
 std::chrono::milliseconds start_grace(std::chrono::milliseconds deadline) {
   return std::clamp(deadline / 12, std::chrono::milliseconds(100), kVerdictGrace);
 }
@@ -439,7 +440,9 @@ std::optional<Frame> Bootstrap::hear_root(Channel& root, const Wait& wait, bool&
     const Clock::time_point wake = keep_watch(kRoot, wait.until + kVerdictGrace);
     // A root that is seen to wait gives its verdict soon.
     std::chrono::milliseconds grace{0};
-    if (entered && !view_.record) grace = start_grace(deadline_);
+    if (entered && !view_.record) {
+      grace = place_->is_one_host() ? start_grace(deadline_) : kVerdictGrace;
+    }
     if (entered && view_.record && view_.record->waits(name(kRoot), deadline_)) {
       grace = kVerdictGrace;
     }

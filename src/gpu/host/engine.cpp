@@ -352,7 +352,10 @@ void Engine::rebind(const MoeWeights& weights, const ExpertPlacement* placement)
 Engine::~Engine() {
   abort_hook_.reset();
   const bool idle = abort_link_ == nullptr || device_is_idle(device_, options_.deadline);
-  if (idle) return shown_.reset();
+  if (idle) {
+    shown_.reset();
+    return;
+  }
   abort_link_->raise(params_.heaps);
   if (device_is_idle(device_, std::chrono::seconds(1))) return;
   const auto leak = [](auto& owner) { (void)new (std::nothrow) auto(std::move(owner)); };
