@@ -60,8 +60,9 @@ struct Library {
   std::string problem;  // why it is not there; empty if it is
 
   Library() {
-    // A handler that the process had stays.
-    constexpr std::array<int, 5> kSignals = {SIGSEGV, SIGBUS, SIGILL, SIGABRT, SIGFPE};
+    // A handler that the process had stays. (libinfinipath would end the process at Ctrl-C.)
+    constexpr std::array kSignals = {SIGSEGV, SIGBUS,  SIGILL, SIGABRT,
+                                     SIGFPE,  SIGTERM, SIGINT, SIGHUP};
     std::array<struct sigaction, kSignals.size()> handlers{};
     for (std::size_t i = 0; i < kSignals.size(); ++i) {
       ::sigaction(kSignals[i], nullptr, &handlers[i]);

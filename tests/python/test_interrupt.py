@@ -15,6 +15,7 @@ import torch
 
 import switchyard
 from conftest import ROOT
+from conftest import started as started_process
 from switchyard import SymmetricHeap, World
 
 # What users are promised, and what a machine with other load may take.
@@ -222,6 +223,60 @@ def test_what_a_handler_raises_comes_out():
             if kind != "world":
                 assert all("rank 1 was interrupted" in started.hear(rank)["again"] for rank in range(2)), kind
             started.tell_last("go on")
+
+
+# One of four ranks of two hosts interrupts itself in a call that rank 3 does not make.
+HOSTS = """
+import json, numpy, os, signal, sys, threading, time
+from switchyard import Experts, Placement, World
+
+rank, kind = int(os.environ["RANK"]), sys.argv[1]
+x, ids, weights = numpy.ones((5, 64), "f4"), numpy.array([[0, 7]] * 5), numpy.ones((5, 2), "f4")
+
+
+def prepared(world):
+    if kind == "barrier":
+        return world.barrier
+    layer = Experts(
+        numpy.ones((2, 64, 64), "f4"), numpy.ones((2, 64, 32), "f4"), top_k=2, max_tokens=8,
+        placement=Placement(num_experts=8, world=world, num_threads=1),
+    )
+    layer(x, ids, weights)
+    return lambda: layer(x, ids, weights)
+
+
+said = "returned"
+try:
+    world = World.from_env(deadline=100)
+    call = prepared(world)
+    world.barrier()
+    if rank == 3:
+        time.sleep(4)
+    else:
+        if rank == 1:
+            threading.Timer(1, os.kill, (os.getpid(), signal.SIGINT)).start()
+        call()
+except BaseException as error:
+    said = f"{type(error).__name__} {error}"
+sys.stdout.write(f"rank {rank} {said}\\n")
+sys.stdout.flush()
+time.sleep(4)  # so that nobody is told by the end of a connection
+"""
+
+
+@pytest.mark.parametrize("kind", ["barrier", "pass"])
+def test_ranks_of_other_hosts_are_told(kind):
+    launch = [sys.executable, "-m", "switchyard", "launch", "-n", "4", "--namespaces", "2", "--"]
+    probe = started_process(*launch, "true", timeout=60)
+    if probe.returncode != 0:
+        pytest.skip("no network namespaces: " + probe.stderr.strip()[:200])
+    done = started_process(*launch, sys.executable, "-c", HOSTS, kind, SWITCHYARD_SECRET="0123456789abcdef")
+    if "joins ranks of one host only" in done.stdout:
+        pytest.skip("this build of Switchyard joins ranks of one host only")
+    assert done.returncode == 0, done.stderr + done.stdout
+    assert "rank 1 KeyboardInterrupt" in done.stdout
+    for rank in (0, 2):
+        assert f"rank {rank} Aborted rank 1 was interrupted" in done.stdout, done.stdout
 
 
 def test_a_rank_that_aborts_the_world_says_so():
