@@ -25,7 +25,7 @@ struct EmulatedThread {
 namespace switchyard::gpu {
 namespace {
 
-using Rounds = InRounds<BF16Policy>;
+using Policy = BF16Policy;
 
 // Rows of one source with each expert.
 using Counts = std::vector<std::uint32_t>;
@@ -44,7 +44,7 @@ class Plan {
     state_.round = {};
     state_.round.last = true;
   }
-  TileTable<Rounds> table() {
+  TileTable<Policy> table() {
     return {
         shape_, partition_, params_, {rows_.data(), tile_begin_.data(), row_begin_.data()}, state_};
   }
@@ -80,12 +80,12 @@ class Plan {
 // The rows of a round's tiles; each must be in one tile, and each tile have one.
 void expect_tiled(Plan& plan, std::uint32_t tiles_before, std::uint32_t rows_before,
                   std::uint32_t shared_rows) {
-  const TileTable<Rounds> table = plan.table();
+  const TileTable<Policy> table = plan.table();
   std::uint32_t tile = tiles_before, row = rows_before;
   EXPECT_EQ(table.first_tile(), tiles_before);
   EXPECT_EQ(table.first_row(), rows_before);
   EXPECT_EQ(table.shared_of_round(),
-            protocol::TokenTiles(shared_rows, Rounds::kTile.token_rows).count);
+            protocol::TokenTiles(shared_rows, Policy::kTile.token_rows).count);
   for (std::uint32_t t = 0; t < table.shared_of_round(); ++t) {
     EXPECT_TRUE(table.is_shared(tile));
     ++tile;
@@ -134,7 +134,7 @@ TEST(PlaceTiles, InRounds) {
     SCOPED_TRACE(::testing::Message() << "trial " << trial);
     plan.place(counts, first, own_first ? shared : 0);
     expect_tiled(plan, 0, 0, own_first ? shared : 0);
-    const std::uint32_t shared_tiles = protocol::TokenTiles(shared, Rounds::kTile.token_rows).count;
+    const std::uint32_t shared_tiles = protocol::TokenTiles(shared, Policy::kTile.token_rows).count;
     std::uint32_t tiles = plan.table().num_tiles(), rounds = 1;
     if (first != all) {
       const std::uint32_t placed = plan.table().num_rows();
@@ -156,7 +156,7 @@ TEST(PlaceTiles, InRounds) {
     EXPECT_EQ(plan.state().shared_tiles.count, shared_tiles);
     // The memory that a pass has: most_tiles() in gpu/host/pass_memory.cpp.
     EXPECT_LE(tiles - shared_tiles,
-              rounds * (plan.end() - plan.begin()) + rows / kMaxHeight<Rounds>);
+              rounds * (plan.end() - plan.begin()) + rows / kMaxHeight<Policy>);
     if (HasFailure()) return;
   }
 }
