@@ -140,7 +140,16 @@ class Ranks:
     def await_waiting(self, kind):
         for rank in range(2):
             assert self.hear(rank) == {"waiting": kind}
-        time.sleep(0.3)
+        # A busy machine may let them run late. A signal before the call would not be one during the call.
+        for rank in range(2):
+            for _ in range(4):
+                while self.state(rank) != "S":
+                    time.sleep(0.01)
+                time.sleep(0.07)
+
+    def state(self, rank):
+        with open(f"/proc/{self.of[rank].pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0]
 
     def send(self, rank, number):
         self.of[rank].send_signal(number)
