@@ -9,23 +9,26 @@
 
 namespace switchyard {
 
+protocol::FailureRecord followed(const World& world, const protocol::FailureRecord& record) {
+  // (A rank with an error of its own, or that is lost, is to blame itself.)
+  const int rank = world.rank();
+  if (record.waited_ns == 0 || record.phase == protocol::Phase::kLink || record.peer == rank) {
+    return record;
+  }
+  const auto found =
+      world.fabric().view().culprit(record.peer, std::chrono::nanoseconds(record.waited_ns));
+  protocol::FailureRecord blamed = record;
+  if (found && found->rank != rank && found->witness >= 0) {
+    blamed.peer = found->rank;
+    blamed.witness = found->witness;
+  }
+  return blamed;
+}
+
 void throw_failure(const World& world, const protocol::FailureRecord& record, const char* what) {
   const Fabric& fabric = world.fabric();
-  protocol::FailureRecord blamed = record;
-  // The rank that a kernel waited for may itself wait for another outside that pass. (A rank with
-  // an error of its own, or that is lost, is to blame itself.)
-  if (record.waited_ns != 0 && record.phase != protocol::Phase::kLink &&
-      record.peer != fabric.rank()) {
-    if (fabric.view().record) fabric.view().record->catch_up();
-    const auto found =
-        fabric.view().culprit(record.peer, std::chrono::nanoseconds(record.waited_ns));
-    if (found && found->rank != fabric.rank() && found->witness >= 0) {
-      blamed.peer = found->rank;
-      blamed.witness = found->witness;
-    }
-  }
   const TimeoutError error =
-      protocol::timeout_error(blamed, fabric.rank(), fabric.liveness(blamed.peer), what);
+      protocol::timeout_error(record, fabric.rank(), fabric.liveness(record.peer), what);
   fabric.report(error);
   throw error;
 }

@@ -7,6 +7,10 @@
 
 namespace switchyard {
 
+// The record of a wait that a kernel gave up, with the rank that the world's record blames: the one
+// that the kernel waited for may itself wait for another outside that pass.
+protocol::FailureRecord followed(const World& world, const protocol::FailureRecord& record);
+
 // Throws the record of a failed pass as TimeoutError (protocol/failure.h), with what is known of
 // the awaited rank, and reports it to the launcher of the ranks. Here and below `what` is what
 // failed: a "layer" or an "exchange".

@@ -36,9 +36,7 @@ WorldRecord::LossHook::LossHook(WorldRecord& record, std::function<void(const Wa
     : record_(record), hook_(std::move(hook)) {
   const std::lock_guard lock(record_.hooks_mutex_);
   record_.hooks_.push_back(this);
-  const bool knows_lives = std::any_of(record_.lives_.begin(), record_.lives_.end(),
-                                       [](const UniqueFd& life) { return bool(life); });
-  if (!knows_lives || record_.watcher_.joinable()) return;
+  if (record_.watcher_.joinable()) return;
   record_.stop_ = UniqueFd(::eventfd(0, EFD_CLOEXEC));
   if (!record_.stop_) throw_errno("cannot make an eventfd for the thread that sees ranks end");
   record_.watcher_ = std::thread([&of = record_] { of.watch(); });
@@ -49,25 +47,21 @@ WorldRecord::LossHook::~LossHook() {
   std::erase(record_.hooks_, this);
 }
 
-// Sleeps until a process ends. From then on it looks every now and then if this rank waits for one
-// that is gone: a word that keeps saying so is not left over from a wait that has ended.
+// Takes the notes that threads which wait take on the host. A rank is gone for good, so a wait for
+// it that is shown anew has not ended meanwhile.
 void WorldRecord::watch() {
   std::uint64_t last = 0;
   for (;;) {
     std::vector<pollfd> fds{{stop_.get(), POLLIN, 0}};
-    const std::uint64_t ended = ended_.load(std::memory_order_acquire);
-    for (std::size_t r = 0; ended == 0 && r < lives_.size(); ++r) {
-      if (lives_[r]) fds.push_back({lives_[r].get(), POLLIN, 0});
-    }
-    wait_ready(fds, ended == 0 ? Clock::time_point::max() : Clock::now() + kBeat / 2);
+    wait_ready(fds, Clock::now() + kBeat / 2);
     if (fds[0].revents != 0) return;
-    look_at_lives();
+    look();
     const std::uint64_t now = word();
     const WaitsFor wait = WaitsFor::unpack(now), before = WaitsFor::unpack(last);
-    const bool goes_on = now != last && wait.is_wait() && before.is_wait() &&
-                         wait.peer == before.peer && wait.peer < size() && is_gone(wait.peer);
+    const bool goes_on =
+        now != last && wait.is_wait() && before.is_wait() && wait.peer == before.peer;
     last = now;
-    if (!goes_on || wait.peer == rank_) continue;
+    if (!goes_on || wait.peer == rank_ || wait.peer >= size() || !is_gone(wait.peer)) continue;
     const std::lock_guard lock(hooks_mutex_);
     for (const LossHook* const hook : hooks_) hook->hook_(wait);
     hooks_.clear();
@@ -128,18 +122,6 @@ void WorldRecord::look() {
     }
   }
   look_at_lives();
-}
-
-void WorldRecord::catch_up() {
-  if (now_ns() - next_look_.load(std::memory_order_relaxed) <
-      std::chrono::nanoseconds(2 * kBeat).count()) {
-    return;
-  }
-  for (int i = 0; i < 4; ++i) {
-    look();
-    std::this_thread::sleep_for(kBeat);
-  }
-  look();
 }
 
 void WorldRecord::look_at_lives() const {

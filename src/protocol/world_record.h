@@ -55,9 +55,6 @@ class WorldRecord {
 
   // Takes notes of all words, at most once in half a kBeat. Every waiting thread calls it.
   void look();
-  // Takes notes for some beats, unless a thread of this rank has taken them lately. For ranks whose
-  // waits were in kernels.
-  void catch_up();
   // True if the rank will never do anything in this world again: its process has ended, or it left.
   bool is_gone(int rank) const;
   // The rank because of which a rank gave up; else the rank itself.
@@ -82,9 +79,9 @@ class WorldRecord {
 
   // The address of this rank's word.
   std::uint64_t* own_word() const { return word_of(rank_); }
-  // While the returned object lives, `hook` is called once for a rank that is gone, by a thread of
-  // the record, when this rank's word says that it waits for it. It may not throw, nor wait for
-  // other ranks. The object's destructor waits until it is not running.
+  // While such an object lives, a thread of the record takes notes of all words. It calls `hook`
+  // once for a rank that is gone, when this rank's word says that it waits for it. `hook` may not
+  // throw, nor wait for other ranks. The object's destructor waits until it is not running.
   class LossHook {
    public:
     LossHook(WorldRecord& record, std::function<void(const WaitsFor&)> hook);

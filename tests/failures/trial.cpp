@@ -154,12 +154,12 @@ const char* to_string(Act act) {
   return "";
 }
 
-Trial::Trial(std::uint64_t its_seed, bool on_gpus) : seed(its_seed), gpus(on_gpus) {
+Trial::Trial(std::uint64_t its_seed, int num_gpus) : seed(its_seed), gpus(num_gpus) {
   test::Numbers numbers(mix64(seed));
   harm = draw<Harm>(numbers,
                     {{Harm::kKill, 6}, {Harm::kStop, 7}, {Harm::kExit, 5}, {Harm::kInterrupt, 2}});
   exit_code = numbers.between(0, 1) * 3;
-  const bool one_host = numbers.between(0, 9) < 6 || gpus;
+  const bool one_host = numbers.between(0, 9) < 6 || gpus > 0;
   scene = draw<Scene>(numbers, {{Scene::kPass, 3},
                                 {Scene::kCollective, 4},
                                 {Scene::kExchange, 3},
@@ -168,10 +168,10 @@ Trial::Trial(std::uint64_t its_seed, bool on_gpus) : seed(its_seed), gpus(on_gpu
                                 {Scene::kStart, 3},
                                 {Scene::kMixed, 6}});
   launched = numbers.between(0, 3) == 0;
-  if (gpus) {
+  if (gpus > 0) {
     scene = draw<Scene>(numbers, {{Scene::kPass, 1}, {Scene::kMixed, 2}});
     launched = false;
-    ranks = numbers.between(2, 4);
+    ranks = numbers.between(2, gpus);
   } else if (one_host) {
     ranks = numbers.between(2, kMostRanks);
   } else {
@@ -180,7 +180,7 @@ Trial::Trial(std::uint64_t its_seed, bool on_gpus) : seed(its_seed), gpus(on_gpu
   }
   victim = numbers.between(0, ranks - 1);
   acts = draw_acts(numbers, scene, one_host);
-  if (gpus) {
+  if (gpus > 0) {
     acts = {Act::kPass};
     if (scene == Scene::kMixed) acts.push_back(Act::kBarrier);
   }
@@ -191,7 +191,7 @@ Trial::Trial(std::uint64_t its_seed, bool on_gpus) : seed(its_seed), gpus(on_gpu
     arrival.emplace_back(scene == Scene::kStart ? numbers.between(0, 3) * numbers.between(0, 100)
                                                 : 0);
   }
-  const bool has_steps = uses(Act::kPass, Act::kCombine) && !gpus;
+  const bool has_steps = uses(Act::kPass, Act::kCombine) && gpus == 0;
   how = draw<How>(numbers, {{How::kFromOutside, 2},
                             {How::kBeforeAct, scene == Scene::kPass ? 0 : 1},
                             {How::kAtStep, has_steps && scene != Scene::kClose ? 2 : 0}});
@@ -218,7 +218,7 @@ bool Trial::uses(Act first, Act last) const {
 
 std::string Trial::kind() const {
   return fmt::format("{} in {}, {}{}{}", to_string(harm), to_string(scene),
-                     hosts == 1 ? "one host" : "several hosts", gpus ? ", GPUs" : "",
+                     hosts == 1 ? "one host" : "several hosts", gpus > 0 ? ", GPUs" : "",
                      launched ? ", launched" : "");
 }
 

@@ -50,8 +50,9 @@ enum class How {
 };
 
 struct Trial {
-  // `on_gpus`: the ranks' layers are on GPUs, and there is nothing but layers and collectives.
-  explicit Trial(std::uint64_t its_seed, bool on_gpus = false);
+  // `num_gpus`: other than 0 if the ranks' layers are on GPUs, each on its own, and there is
+  // nothing but layers and collectives.
+  explicit Trial(std::uint64_t its_seed, int num_gpus = 0);
 
   // "stop in pass, several hosts, launched": what its row is called.
   std::string kind() const;
@@ -64,7 +65,8 @@ struct Trial {
   std::uint64_t seed;
   Harm harm{};
   Scene scene{};
-  bool launched = false, gpus = false;
+  bool launched = false;
+  int gpus = 0;
   int hosts = 1, ranks = 2, victim = 0;
   int exit_code = 0;         // of Harm::kExit
   std::vector<Act> acts;     // of a round; rounds follow each other until the world fails

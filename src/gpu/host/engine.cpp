@@ -608,7 +608,7 @@ void Engine::check() {
   throw_abort(world_, abort, [&](int failed) {
     protocol::FailureRecord record = control_of(failed).failure;
     ++record.epoch;  // kernels number passes from 0, callers from 1
-    return record;
+    return followed(world_, record);
   });
 }
 

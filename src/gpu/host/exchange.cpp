@@ -575,7 +575,8 @@ void Engine::fail() {
   std::uint64_t abort = control_of(problem_.rank).abort;
   if (abort == 0) abort = static_cast<std::uint64_t>(problem_.rank) + 1;
   throw_abort(
-      world_, abort, [&](int failed) { return control_of(failed).failure; }, "exchange");
+      world_, abort, [&](int failed) { return followed(world_, control_of(failed).failure); },
+      "exchange");
 }
 
 ExchangeWords Engine::read_words() {
