@@ -37,14 +37,16 @@ struct Options {
   std::uint64_t seed = 1, trials = 40, jobs = 8;
   Limits limits;
   std::string json, only, commit = "unknown", command;
-  bool hosts = true, verbose = false, gpus = false;
+  bool hosts = true, verbose = false;
+  int gpus = 0;
 };
 
 constexpr const char* kHelp =
-    "failure_trials [--seed N] [--trials N] [--jobs N] [--only TEXT] [--one-host] [--gpus] "
+    "failure_trials [--seed N] [--trials N] [--jobs N] [--only TEXT] [--one-host] [--gpus N] "
     "[--verbose]\n"
     "               [--deadline-ms N] [--slack-ms N] [--at-once-ms N] [--json FILE --commit TEXT]\n"
-    "  --gpus       the layers are on GPUs, and there is nothing but layers and collectives\n"
+    "  --gpus       so many: a rank has one of them for its layers, and there is nothing but "
+    "layers and collectives\n"
     "  --only       trials whose kind has this in it: 'stop in mix', 'several hosts', 'launched'\n"
     "  --slack-ms   what a rank may take beyond the deadline to notice a stopped one\n"
     "  --at-once-ms what a rank may take to notice one whose process has ended\n";
@@ -60,11 +62,6 @@ Options read_options(int argc, char** argv) {
   for (int i = 1; i < argc; ++i) {
     const std::string_view name = argv[i];
     if (name == "--one-host") {
-      options.hosts = false;
-      continue;
-    }
-    if (name == "--gpus") {
-      options.gpus = true;
       options.hosts = false;
       continue;
     }
@@ -88,6 +85,9 @@ Options read_options(int argc, char** argv) {
       options.seed = number(0, std::uint64_t{1} << 52);
     } else if (name == "--trials") {
       options.trials = number(1, 1'000'000);
+    } else if (name == "--gpus") {
+      options.gpus = static_cast<int>(number(2, kMostRanks));
+      options.hosts = false;
     } else if (name == "--jobs") {
       options.jobs = number(1, 256);
     } else if (name == "--deadline-ms") {
@@ -205,7 +205,8 @@ class Tally {
     for (auto& [name, kind] : kinds_) {
       FailureRow& row = rows.emplace_back(kind.row);
       row.kind = name;
-      row.machine = machine::describe_machine(options_.gpus ? Backend::kCuda : Backend::kCpu, 1);
+      row.machine =
+          machine::describe_machine(options_.gpus > 0 ? Backend::kCuda : Backend::kCpu, 1);
       row.commit = options_.commit;
       row.command = options_.command;
       row.first_seed = static_cast<double>(options_.seed);

@@ -109,6 +109,9 @@ class Player {
   void run() {
     std::this_thread::sleep_for(trial_.arrival[static_cast<std::size_t>(rank_)]);
     if (is_victim() && trial_.scene == Scene::kStart && trial_.how == How::kBeforeAct) harm();
+#if defined(SWITCHYARD_HAS_CUDA)
+    if (trial_.gpus > 0) warm_up();
+#endif
     begin("start");
     WorldOptions options;
     options.deadline = deadline_;
@@ -118,7 +121,7 @@ class Player {
     if (trial_.uses(Act::kPass, Act::kPass)) {
       begin("make layer");
 #if defined(SWITCHYARD_HAS_CUDA)
-      if (trial_.gpus) {
+      if (trial_.gpus > 0) {
         gpu_.emplace(*world_, ids_, slot_weights_, kExperts, kTopK, deadline_);
       } else
 #endif
@@ -162,6 +165,19 @@ class Player {
 
  private:
   bool is_victim() const { return rank_ == trial_.victim; }
+
+#if defined(SWITCHYARD_HAS_CUDA)
+  // Loads kernels, which takes seconds, while nobody waits for this rank.
+  void warm_up() const {
+    const gpu::DeviceScope scope(rank_ % gpu::device_count());
+    LayerOptions options;
+    options.backend = Backend::kCuda;
+    options.max_tokens = kTokens;
+    const LayerSpec spec = testing::spec_of(256, 128, kExperts, kTopK);
+    const MoeLayer layer(World::single(), spec,
+                         generate_weights(spec, DType::kBF16, 1, {.num_threads = 1}), options);
+  }
+#endif
 
   void begin(const char* what) {
     std::snprintf(mine_.doing, sizeof mine_.doing, "%s", what);
@@ -258,7 +274,7 @@ class Player {
 
   void pass() {
 #if defined(SWITCHYARD_HAS_CUDA)
-    if (trial_.gpus) return gpu_->run();
+    if (trial_.gpus > 0) return gpu_->run();
 #endif
     ForwardInput input;
     input.activations = x_.view();
