@@ -32,6 +32,7 @@ class GpuPass {
           std::chrono::milliseconds deadline)
       : device_(world.rank() % gpu::device_count()) {
     const gpu::DeviceScope scope(device_);
+    stream_.emplace();
     const LayerSpec spec = testing::spec_of(256, 128, experts, top_k);
     const auto tokens = static_cast<std::int64_t>(ids.size()) / top_k;
     LayerOptions options;
@@ -47,8 +48,8 @@ class GpuPass {
   }
   void run() {
     const gpu::DeviceScope scope(device_);
-    batch_->enqueue(*layer_, stream_);
-    stream_.synchronize();
+    batch_->enqueue(*layer_, *stream_);
+    stream_->synchronize();
     (void)layer_->stats();  // throws if the pass failed
   }
 
@@ -56,7 +57,7 @@ class GpuPass {
   int device_;
   std::optional<MoeLayer> layer_;
   std::optional<testing::DeviceBatch> batch_;
-  gpu::Stream stream_;
+  std::optional<gpu::Stream> stream_;  // of that device
 };
 #endif
 
