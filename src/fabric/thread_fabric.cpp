@@ -304,15 +304,18 @@ std::vector<World> World::threads(int size, const WorldOptions& options) {
   const auto meeting = std::make_shared<Meeting>(size, deadline);
   std::vector<World> worlds;
   worlds.reserve(static_cast<std::size_t>(size));
-  struct alignas(64) Word {
-    std::uint64_t value = 0;
-  };
-  const auto words = std::make_shared<std::vector<Word>>(static_cast<std::size_t>(size));
+  // Pages of their own: devices may map them, and nothing else that lies beside them.
+  constexpr std::size_t kLine = 64;
+  const auto words =
+      std::make_shared<const Mapping>(Mapping::anonymous(kLine * static_cast<std::size_t>(size)));
   for (int rank = 0; rank < size; ++rank) {
     const auto fabric = make_shared_here<ThreadFabric>(meeting, rank, deadline);
     if (size > 1) {
       std::vector<std::uint64_t*> of_ranks;
-      for (Word& word : *words) of_ranks.push_back(&word.value);
+      for (int r = 0; r < size; ++r) {
+        of_ranks.push_back(
+            reinterpret_cast<std::uint64_t*>(words->data() + kLine * static_cast<std::size_t>(r)));
+      }
       fabric->set_view({std::make_shared<protocol::WorldRecord>(rank, std::move(of_ranks), words,
                                                                 std::vector<UniqueFd>()),
                         {},

@@ -26,9 +26,9 @@ TEST(BenchFloor, IsThatOfTheGpuItself) {
   EXPECT_EQ(choice.why_not, "");
 }
 
-// An H100 has three quarters of an H200's bandwidth: the H200's floor would make it look slow.
+// An H100 PCIe has half the bandwidth of an H100 SXM: that one's floor would make it look slow.
 TEST(BenchFloor, OtherGpusHaveNone) {
-  for (const char* gpu : {"NVIDIA H100 80GB HBM3", "NVIDIA H200 NVL", "NVIDIA H20", ""}) {
+  for (const char* gpu : {"NVIDIA H100 PCIe", "NVIDIA H200 NVL", "NVIDIA H20", ""}) {
     const FloorChoice choice = choose_floor(gpu, 8, 1, DType::kBF16, {});
     EXPECT_FALSE(choice.facts.has_value()) << gpu;
     EXPECT_THAT(choice.why_not,

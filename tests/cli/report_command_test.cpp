@@ -182,8 +182,8 @@ TEST_F(ReportCommand, RoofsAreThoseOfTheRowsGpu) {
   const std::string h200 =
       file("h200.json", nlohmann::json::array({row_of_gpu("NVIDIA H200")}).dump());
   const std::string h100 =
-      file("h100.json", nlohmann::json::array({row_of_gpu("NVIDIA H100 80GB HBM3")}).dump());
-  const std::string facts = file("facts.json", R"({"gpu": "NVIDIA H100 80GB HBM3", "roofs": {
+      file("h100.json", nlohmann::json::array({row_of_gpu("NVIDIA H100 PCIe")}).dump());
+  const std::string facts = file("facts.json", R"({"gpu": "NVIDIA H100 PCIe", "roofs": {
       "launch_us": {"value": 6, "source": "a test"},
       "read_gb_per_s": {"value": 2900, "source": "a test"}}})");
   const std::string page = path("page.html");
@@ -196,7 +196,7 @@ TEST_F(ReportCommand, RoofsAreThoseOfTheRowsGpu) {
   EXPECT_THAT(made({h100, "--machine-facts", facts}), HasSubstr("2900000000000.0"));
   std::filesystem::remove(page);
   expect_refused({h200, "--machine-facts", facts}, "invalid_argument",
-                 {"'NVIDIA H100 80GB HBM3'", "NVIDIA H200"});
+                 {"'NVIDIA H100 PCIe'", "NVIDIA H200"});
   expect_refused({h100, "--machine-facts", h200}, "invalid_file", {"h200.json", "not an object"});
 }
 

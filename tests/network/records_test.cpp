@@ -207,7 +207,7 @@ TEST(ControlMessages, OnlyThoseThatMakeSenseAreRead) {
   message.record.witness = 4;
   EXPECT_FALSE(read());
   message.record.witness = 0;
-  message.kind = static_cast<ControlMessage::Kind>(7);
+  message.kind = static_cast<ControlMessage::Kind>(8);
   EXPECT_FALSE(read());
   message.kind = ControlMessage::Kind::kDecline;
   EXPECT_TRUE(read());
