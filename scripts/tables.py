@@ -30,6 +30,7 @@ from result_tables.layers import (
 from result_tables.parts import (
     all_to_all_table,
     exchange_table,
+    failure_trials_table,
     grouped_table,
     hosts_chaos_table,
     hosts_on_paper_table,
@@ -81,6 +82,7 @@ def parts():
         "hosts": hosts_table(),
         "hosts_on_paper": hosts_on_paper_table(),
         "hosts_chaos": hosts_chaos_table(),
+        "failure_trials": failure_trials_table(),
         "astero": astero_table(),
         "ep_fp8": for_each_card("ep_fp8.json", lambda: ranks_table("ep_fp8", "FP8, dispatch and combine inside the kernel.")),
         "ep_bf16": for_each_card("ep_bf16.json", lambda: ranks_table("ep_bf16", "bf16, dispatch and combine inside the kernel.")),

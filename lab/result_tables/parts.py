@@ -180,6 +180,37 @@ def hosts_chaos_table():
     return "\n".join(lines + ["", f"*Commit {commits}; `bench/hosts_chaos.py`*"])
 
 
+def failure_trials_table():
+    """Trials in which a rank is harmed amid anything, by what the world did."""
+    rows = load("failure_trials.json")
+    if not rows:
+        return NOT_MEASURED
+    counts = ("trials", "wrong", "innocents", "late", "hangs", "launcher", "nobody_failed")
+    groups = {}
+    for row in rows:
+        harm, _, rest = row["kind"].partition(" in ")
+        scene, *where = rest.split(", ")
+        place = ", ".join(word for word in where if word != "launched")
+        group = groups.setdefault((place, scene, harm == "stop"), dict.fromkeys((*counts, "named"), 0))
+        for of in counts:
+            group[of] += row[of]
+        group["named"] = max(group["named"], row["until_named_longest_us"] or 0)
+    lines = [
+        "| harm | during | trials | wrong rank named | innocents accused | late | hangs | launcher wrong | nobody missed it | longest until named |",
+        "|---" * 10 + "|",
+    ]
+    for (place, scene, stops), group in sorted(groups.items()):
+        harm = "stopped" if stops else "killed, exited or interrupted"
+        numbers = " | ".join(f"{group[of]:,}" for of in counts)
+        named = f"{group['named'] * 1e-3:,.0f} ms" if group["named"] else "–"
+        lines.append(f"| {harm} | {scene}, {place} | {numbers} | {named} |")
+    total = {of: sum(group[of] for group in groups.values()) for of in counts}
+    lines.append("| all | | " + " | ".join(f"{total[of]:,}" for of in counts) + " | |")
+    limits = ", ".join(sorted({f"deadline {row['deadline_ms']} ms, slack {row['slack_ms']} ms" for row in rows}))
+    commits = ", ".join(sorted({row["commit"] for row in rows}))
+    return "\n".join(lines + ["", f"*{limits}; commit {commits}; `failure_trials`*"])
+
+
 def all_to_all_table():
     """The rungs of the all-to-all problem: a column for each case, and their geometric mean."""
     rows = load("all_to_all.json")

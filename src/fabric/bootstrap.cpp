@@ -117,7 +117,8 @@ Bootstrap::~Bootstrap() {
 
 void Bootstrap::part(const std::string& message, const WaitFailure& failure) noexcept {
   try {
-    parting_ = Death{message, failure};
+    const std::lock_guard lock(parting_mutex_);
+    if (!parting_) parting_ = Death{message, failure};
   } catch (...) {
     // There is no memory for the message; the record says whom this rank gave up on.
   }
@@ -608,6 +609,10 @@ std::vector<Frame> Bootstrap::exchange(const Call& call, Frame mine) {
   ++num_collectives_;
   activity_ = to_string(call.kind);
   if (view_.record) view_.record->go_on();
+  {
+    const std::lock_guard lock(parting_mutex_);
+    parting_.reset();
+  }
   const EndOfWait end_of_wait{view_.record.get()};
   if (size_ == 1) {
     std::vector<Frame> parts;

@@ -17,6 +17,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <span>
 #include <string>
@@ -73,7 +74,7 @@ class Bootstrap {
 
   // From now on waits are shown in the world's record, and it is asked who is to blame.
   void set_view(protocol::WorldView view) { view_ = std::move(view); }
-  // Notes what ~Bootstrap() tells the peers.
+  // Notes what ~Bootstrap() tells the peers; the first counts. Any thread may call it.
   void part(const std::string& message, const WaitFailure& failure) noexcept;
 
   // Ends the collective that this rank is in, and makes all later ones throw kAborted. Peers are
@@ -174,6 +175,7 @@ class Bootstrap {
   const char* activity_ = "making the world";
   std::string rejections_;  // what the root told processes that it turned away
   std::optional<Death> death_;
+  std::mutex parting_mutex_;
   std::optional<Death> parting_;
   protocol::WorldView view_;
   std::atomic<AbortCause> called_off_{AbortCause::kNone};  // abort() sets it

@@ -599,7 +599,9 @@ class Launch {
         // The rank has got over what it reported of an earlier World.
         rank->report.reset();
         std::erase(blamers_, index);
-      } else if (!rank->report && report.culprit >= 0 && report.culprit < num_ranks) {
+      } else if (!has_signalled_ && !rank->report && report.culprit >= 0 &&
+                 report.culprit < num_ranks) {
+        // (What ranks report once this launcher ends them is its own doing.)
         rank->report = report;
         blamers_.push_back(index);
       }

@@ -141,8 +141,13 @@ void WorldRecord::look_at_lives() const {
 }
 
 bool WorldRecord::is_gone(int rank) const {
-  return (ended_.load(std::memory_order_acquire) >> rank & 1) != 0 ||
-         WaitsFor::unpack(load_acquire(word_of(rank))).phase == Phase::kLeft;
+  if ((ended_.load(std::memory_order_acquire) >> rank & 1) != 0) return true;
+  const bool is_here = lives_.empty() || lives_[static_cast<std::size_t>(rank)];
+  return is_here && has_left(rank);
+}
+
+bool WorldRecord::has_left(int rank) const {
+  return WaitsFor::unpack(load_acquire(word_of(rank))).phase == Phase::kLeft;
 }
 
 int WorldRecord::given_up_by(int rank) const {
@@ -151,7 +156,7 @@ int WorldRecord::given_up_by(int rank) const {
 }
 
 std::string WorldRecord::liveness(int rank) const {
-  if (WaitsFor::unpack(load_acquire(word_of(rank))).phase == Phase::kLeft) {
+  if (has_left(rank)) {
     return fmt::format("rank {} has destroyed its World", rank);
   }
   if (!is_gone(rank)) return "";

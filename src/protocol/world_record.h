@@ -55,7 +55,9 @@ class WorldRecord {
 
   // Takes notes of all words, at most once in half a kBeat. Every waiting thread calls it.
   void look();
-  // True if the rank will never do anything in this world again: its process has ended, or it left.
+  // True if the rank will never do anything in this world again, and all that it did is here: its
+  // process has ended, or it left. (What a rank of another host did before it left may be on its
+  // way.)
   bool is_gone(int rank) const;
   // The rank because of which a rank gave up; else the rank itself.
   int given_up_by(int rank) const;
@@ -107,6 +109,7 @@ class WorldRecord {
   };
   void look_at_lives() const;
   void watch();
+  bool has_left(int rank) const;
   bool is_recent(const Seen& seen, std::chrono::nanoseconds deadline) const;
   std::uint64_t* word_of(int rank) const { return words_[static_cast<std::size_t>(rank)]; }
 
