@@ -394,6 +394,7 @@ void Proxy::run() {
     if (now >= next_control_) {
       for (int r = 0; r < hosts_.num_ranks(); ++r) hear_control(r);
       next_control_ = now + kControlInterval;
+      look_at_neighbours();
       check_suspects(now);
     }
     // It is cleared before the heaps are looked at, so a proposal that comes later is not missed.
@@ -827,6 +828,18 @@ void Proxy::suspect(int rank, const std::string& why, Clock::duration grace) {
   next_beat_ = std::min(next_beat_, Clock::now() + grace);
 }
 
+// A rank of this host may have had to pass on what ranks of others wait for, so its death is a loss
+// for all, also where no rank of this host waits for it.
+void Proxy::look_at_neighbours() {
+  if (!record_) return;
+  record_->look();
+  for (const int r : hosts_.ranks_of(hosts_.host_of(rank_))) {
+    if (r != rank_ && record_->has_ended(r)) {
+      suspect(r, "has ended: its process is gone", kDeathGrace);
+    }
+  }
+}
+
 void Proxy::check_suspects(Clock::time_point now) {
   for (std::size_t i = 0; i < suspected_.size(); ++i) {
     if (!suspected_[i] || now < suspected_[i]->due) continue;
@@ -845,7 +858,10 @@ void Proxy::lose(int rank, const std::string& why) {
   }
   peers_[i].store(Peer::kLost, std::memory_order_release);
   forget_rows(rank);
-  const std::int64_t silence = now_ns() - last_heard_[i].load(std::memory_order_relaxed);
+  const std::int64_t heard = alive_[i] != nullptr
+                                 ? static_cast<std::int64_t>(protocol::load_acquire(alive_[i]))
+                                 : last_heard_[i].load(std::memory_order_relaxed);
+  const std::int64_t silence = now_ns() - heard;
   const std::lock_guard lock(heaps_mutex_);
   for (auto& [segment, heap] : heaps_) {
     protocol::FailureRecord record{};

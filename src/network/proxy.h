@@ -209,6 +209,7 @@ class Proxy final : private Landing {
   void pursue(std::uint32_t segment, Heap& heap);
   void announce_abort(std::uint32_t segment, Heap& heap);
   void announce_aborts();
+  void look_at_neighbours();
   void check_suspects(Clock::time_point now);
   void suspect(int rank, const std::string& why, Clock::duration grace);
   void lose(int rank, const std::string& why);

@@ -8,6 +8,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <optional>
 #include <utility>
 
@@ -22,7 +23,12 @@ std::int64_t now_ns() { return std::chrono::nanoseconds(Clock::now().time_since_
 
 WorldRecord::WorldRecord(int rank, std::vector<std::uint64_t*> words,
                          std::shared_ptr<const void> memory, std::vector<UniqueFd> lives)
-    : rank_(rank), words_(std::move(words)), memory_(std::move(memory)), lives_(std::move(lives)) {}
+    : rank_(rank),
+      words_(std::move(words)),
+      memory_(std::move(memory)),
+      lives_(std::move(lives)),
+      last_(words_.size()),
+      seen_(words_.size() * words_.size()) {}
 
 WorldRecord::~WorldRecord() {
   if (!watcher_.joinable()) return;
@@ -109,16 +115,15 @@ void WorldRecord::look() {
   {
     const std::lock_guard lock(mutex_);
     for (int r = 0; r < size(); ++r) {
-      Seen& seen = seen_[static_cast<std::size_t>(r)];
+      std::uint64_t& last = last_[static_cast<std::size_t>(r)];
       const std::uint64_t word = load_acquire(word_of(r));
-      if (word == seen.word) continue;
-      seen.word = word;
+      if (word == last) continue;
+      last = word;
       const WaitsFor wait = WaitsFor::unpack(word);
       if (!knows_before) continue;
       // A rank's wait for its own threads often is a consequence of another thread's wait.
       if (!wait.is_wait() || wait.own || wait.peer >= size()) continue;
-      seen.wait = word;
-      seen.changed = now;
+      seen_[static_cast<std::size_t>(r * size() + wait.peer)] = {word, now};
     }
   }
   look_at_lives();
@@ -150,6 +155,10 @@ bool WorldRecord::has_left(int rank) const {
   return WaitsFor::unpack(load_acquire(word_of(rank))).phase == Phase::kLeft;
 }
 
+bool WorldRecord::has_ended(int rank) const {
+  return (ended_.load(std::memory_order_acquire) >> rank & 1) != 0 && !has_left(rank);
+}
+
 int WorldRecord::given_up_by(int rank) const {
   const WaitsFor said = WaitsFor::unpack(load_acquire(word_of(rank)));
   return said.phase == Phase::kGaveUp && said.peer < size() ? said.peer : rank;
@@ -163,27 +172,28 @@ std::string WorldRecord::liveness(int rank) const {
   return fmt::format("the process of rank {} has ended", rank);
 }
 
-bool WorldRecord::is_recent(const Seen& seen, std::chrono::nanoseconds deadline) const {
+std::vector<WaitsFor> WorldRecord::waits_of(int rank, std::chrono::nanoseconds deadline) const {
   // This is long compared with the time between two beats, on a busy host and between hosts.
   using std::chrono::milliseconds;
   const auto window =
       std::clamp<std::chrono::nanoseconds>(deadline / 4, milliseconds(100), milliseconds(2'000));
-  return seen.wait != 0 && now_ns() - seen.changed <= window.count();
+  const std::int64_t since = now_ns() - window.count();
+  std::vector<WaitsFor> waits;
+  for (int peer = 0; peer < size() && !is_gone(rank); ++peer) {
+    const Seen& last = seen(rank, peer);
+    if (last.wait != 0 && last.changed >= since) waits.push_back(WaitsFor::unpack(last.wait));
+  }
+  return waits;
 }
 
 bool WorldRecord::waits(int rank, std::chrono::nanoseconds deadline) const {
   const std::lock_guard lock(mutex_);
-  return is_recent(seen_[static_cast<std::size_t>(rank)], deadline);
+  return !waits_of(rank, deadline).empty();
 }
 
 WorldRecord::Culprit WorldRecord::culprit(int suspect, std::chrono::nanoseconds deadline) const {
   look_at_lives();
   const std::lock_guard lock(mutex_);
-  const auto wait_of = [&](int rank) -> std::optional<WaitsFor> {
-    const Seen& seen = seen_[static_cast<std::size_t>(rank)];
-    if (is_gone(rank) || !is_recent(seen, deadline)) return {};
-    return WaitsFor::unpack(seen.wait);
-  };
   // The ranks that are yet to be looked at, each with who waits for it.
   std::vector<Culprit> pending{{suspect, -1, {}}};
   std::optional<Culprit> found;  // the first that does not wait
@@ -196,22 +206,22 @@ WorldRecord::Culprit WorldRecord::culprit(int suspect, std::chrono::nanoseconds 
     const WaitsFor said = WaitsFor::unpack(load_acquire(word_of(at.rank)));
     if (said.phase == Phase::kGaveUp && said.peer < size()) return {said.peer, at.rank, said};
     if (is_gone(at.rank)) return at;
-    const std::optional<WaitsFor> wait = wait_of(at.rank);
-    if (!wait) {
-      // (This rank asks, so it waits.)
-      if (!found && at.rank != rank_) found = at;
-      continue;
-    }
-    if (wait->phase != Phase::kBootstrap) {
-      pending.push_back({wait->peer, at.rank, *wait});
-      continue;
-    }
-    // A collective waits for all that are not in it.
-    for (int r = size() - 1; r >= 0; --r) {
-      const std::optional<WaitsFor> other = wait_of(r);
-      const bool is_in_it =
-          other && other->phase == Phase::kBootstrap && other->epoch == wait->epoch;
-      if (r != at.rank && !is_in_it) pending.push_back({r, at.rank, *wait});
+    const std::vector<WaitsFor> waits = waits_of(at.rank, deadline);
+    // (This rank asks, so it waits.)
+    if (waits.empty() && !found && at.rank != rank_) found = at;
+    for (const WaitsFor& wait : waits) {
+      if (wait.phase != Phase::kBootstrap) {
+        pending.push_back({wait.peer, at.rank, wait});
+        continue;
+      }
+      // A collective waits for all that are not in it.
+      for (int r = size() - 1; r >= 0; --r) {
+        const std::vector<WaitsFor> others = waits_of(r, deadline);
+        const bool is_in_it = std::any_of(others.begin(), others.end(), [&](const WaitsFor& other) {
+          return other.phase == Phase::kBootstrap && other.epoch == wait.epoch;
+        });
+        if (r != at.rank && !is_in_it) pending.push_back({r, at.rank, wait});
+      }
     }
   }
   // They may wait for each other in a circle.

@@ -4,7 +4,6 @@
 // decision 46.
 #pragma once
 
-#include <array>
 #include <atomic>
 #include <chrono>
 #include <cstdint>
@@ -59,6 +58,8 @@ class WorldRecord {
   // process has ended, or it left. (What a rank of another host did before it left may be on its
   // way.)
   bool is_gone(int rank) const;
+  // True if its process has ended, and it had not left before.
+  bool has_ended(int rank) const;
   // The rank because of which a rank gave up; else the rank itself.
   int given_up_by(int rank) const;
   // A sentence about a rank that is gone; else empty.
@@ -102,15 +103,19 @@ class WorldRecord {
   void mirror(int rank, std::uint64_t word);
 
  private:
+  // The last wait of one rank for another that was seen.
   struct Seen {
-    std::uint64_t word = 0;
-    std::int64_t changed = 0;  // ns, when the word changed to a wait for another rank
-    std::uint64_t wait = 0;    // that wait
+    std::uint64_t wait = 0;
+    std::int64_t changed = 0;  // ns, when the word changed to it
   };
+  const Seen& seen(int rank, int peer) const {
+    return seen_[static_cast<std::size_t>(rank * size() + peer)];
+  }
   void look_at_lives() const;
   void watch();
   bool has_left(int rank) const;
-  bool is_recent(const Seen& seen, std::chrono::nanoseconds deadline) const;
+  // The rank's waits for others that were seen lately. Requires the mutex.
+  std::vector<WaitsFor> waits_of(int rank, std::chrono::nanoseconds deadline) const;
   std::uint64_t* word_of(int rank) const { return words_[static_cast<std::size_t>(rank)]; }
 
   const int rank_;
@@ -120,7 +125,8 @@ class WorldRecord {
   mutable std::atomic<std::uint64_t> ended_{0};  // a bit for each rank whose process has ended
   std::atomic<std::int64_t> next_look_{0};
   mutable std::mutex mutex_;
-  std::array<Seen, kMaxRanks> seen_{};
+  std::vector<std::uint64_t> last_;  // by rank: its word at the last look
+  std::vector<Seen> seen_;           // [rank][peer]: a rank has several threads, but one word
 
   std::mutex hooks_mutex_;
   std::vector<LossHook*> hooks_;
