@@ -439,13 +439,10 @@ std::optional<Frame> Bootstrap::hear_root(Channel& root, const Wait& wait, bool&
       fail_closed(wait, kRoot, false, {});
     }
     const Clock::time_point wake = keep_watch(kRoot, wait.until + kVerdictGrace);
-    // A root that is seen to wait gives its verdict soon.
+    // The record says whom the root waits for. Without one, the root's verdict does.
     std::chrono::milliseconds grace{0};
     if (entered && !view_.record) {
       grace = place_->is_one_host() ? start_grace(deadline_) : kVerdictGrace;
-    }
-    if (entered && view_.record && view_.record->waits(name(kRoot), deadline_)) {
-      grace = kVerdictGrace;
     }
     const Clock::time_point until = wait.until + grace;
     if (Clock::now() >= until) {

@@ -157,7 +157,7 @@ class Patience {
                                    std::uint32_t beat) {
     const WaitsFor wait{lack.phase, lack.peer, epoch, lack.peer == heaps.rank};
     store_release(&heaps.control(heaps.rank)->waits_for, wait.pack(beat));
-    if (heaps.shown != nullptr) store_relaxed(heaps.shown, wait.pack(beat));
+    if (heaps.shown != nullptr && !wait.own) store_relaxed(heaps.shown, wait.pack(beat));
     if constexpr (requires { pace.show(wait); }) {
       pace.show(wait);
       if (lack.peer != heaps.rank && pace.is_gone(lack.peer)) {

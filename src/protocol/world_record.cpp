@@ -76,6 +76,10 @@ void WorldRecord::watch() {
 
 void WorldRecord::show(const WaitsFor& wait) {
   std::uint64_t* const word = word_of(rank_);
+  // Threads that sleep equally long write one behind the other, so a reader may see only the last
+  // of them. A wait for the rank's own threads tells nothing beside one for another rank.
+  const WaitsFor shown = WaitsFor::unpack(load_relaxed(word));
+  if (wait.own && shown.is_wait() && !shown.own) return;
   // The beat is any number that differs from the last one.
   store_release(word, wait.pack(static_cast<std::uint32_t>(load_relaxed(word)) + 1));
 }

@@ -109,6 +109,9 @@ TEST_F(WorldRecordTest, WhatARankSaysOfItself) {
   EXPECT_EQ(WaitsFor::unpack(first).peer, 3);
   record_->show(in_pass(3));
   EXPECT_NE(words_[0], first);
+  const std::uint64_t second = words_[0];
+  record_->show({Phase::kExperts, 0, 3, true});  // another thread waits for this one
+  EXPECT_EQ(words_[0], second);
   record_->end_wait();
   EXPECT_EQ(words_[0], 0u);
   record_->give_up(2);
