@@ -111,7 +111,11 @@ Verdict judge(const Trial& trial, const Limits& limits, const Board& board, cons
     const std::int64_t since = std::max(harmed, rank.began_ns.load());
     const std::int64_t limit = limit_of(r);
     // A rank that comes when the others have given up finds nobody, and can name only rank 0.
-    const bool comes_too_late = trial.scene == Scene::kStart && !is_in_touch(r) && rank.peer == 0;
+    // So does one that sees the launcher end rank 0 before itself.
+    const bool is_ended = launched != nullptr && trial.harm != Harm::kStop &&
+                          rank.failed_ns - harmed >= nanoseconds(limits.grace).count();
+    const bool comes_too_late =
+        trial.scene == Scene::kStart && (!is_in_touch(r) || is_ended) && rank.peer == 0;
     std::string said, bad;
     switch (outcome) {
       case Outcome::kNone:
@@ -119,9 +123,9 @@ Verdict judge(const Trial& trial, const Limits& limits, const Board& board, cons
         if (ending.killed[i]) {
           blame(verdict.hangs, fmt::format("hangs in {}, {}", doing, where_it_is));
           bad = " HANGS";
-        } else if (launched != nullptr && trial.scene == Scene::kStart &&
-                   trial.harm != Harm::kStop) {
-          // A launcher knows of a rank that ended before the others could, and ends them.
+        } else if (launched != nullptr && trial.scene == Scene::kStart) {
+          // A launcher knows before the others do that a rank has ended or what another has found,
+          // and ends them.
           said = "ended by the launcher";
         } else {
           blame(verdict.wrong, fmt::format("ended in {} without a word, {}", doing, where_it_is));

@@ -8,12 +8,13 @@ template <>
 KernelEntry kernel_entry<SWITCHYARD_POLICY, SWITCHYARD_SILU, SWITCHYARD_GATED>() {
   using Large = SWITCHYARD_POLICY;
   using Small = SmallPass<Large>;
-  return {layer_kernel<Small, SWITCHYARD_SILU, SWITCHYARD_GATED>,
-          layer_kernel<Large, SWITCHYARD_SILU, SWITCHYARD_GATED>,
-          {kThreads, static_cast<std::uint32_t>(std::max(kSharedBytes<Small>, kSharedBytes<Large>))},
-          facts_of<Large>(),
-          usual_storage<Large>(),
-          storage_of_many<Large>()};
+  return {
+      layer_kernel<Small, SWITCHYARD_SILU, SWITCHYARD_GATED>,
+      layer_kernel<Large, SWITCHYARD_SILU, SWITCHYARD_GATED>,
+      {kThreads, static_cast<std::uint32_t>(std::max(kSharedBytes<Small>, kSharedBytes<Large>))},
+      facts_of<Large>(),
+      usual_storage<Large>(),
+      storage_of_many<Large>()};
 }
 
 }  // namespace switchyard::gpu
