@@ -60,6 +60,7 @@ class Bootstrap {
   int rank() const { return rank_; }
   int size() const { return size_; }
   std::chrono::milliseconds deadline() const { return deadline_; }
+  void set_deadline(std::chrono::milliseconds deadline) { deadline_ = deadline; }
 
   // Collective. `all` receives size() blocks of mine.size() bytes, by rank. A block has at most 1
   // GiB. Throws Error{kSpecMismatch} on all ranks if the calls differ; the world stays usable.

@@ -88,6 +88,8 @@ std::string list_ranks(std::span<const int> ranks) {
   return fmt::format("ranks {} and {}", join(ranks.first(ranks.size() - 1), ", "), ranks.back());
 }
 
+bool has_record(const Fabric& fabric) { return fabric.view().record != nullptr; }
+
 Blame blame(const protocol::WorldView& view, int rank, std::span<const int> missing,
             std::chrono::nanoseconds deadline) {
   Blame blame;

@@ -43,12 +43,20 @@ void require_gather_space(std::size_t mine_bytes, std::size_t all_bytes, int siz
 // waits for one that gave up.
 void share_outcome(Fabric& fabric, const std::optional<Error>& mine);
 
+// True once the fabric's world has been made.
+bool has_record(const Fabric& fabric);
+
 // Collective. Runs `step` and shares its outcome.
 template <typename Step>
 void attempt_together(Fabric& fabric, const Step& step) {
   std::optional<Error> failure;
   try {
     step();
+  } catch (const TimeoutError& error) {
+    // The others learn of it from the world's record, and the rank that it names would be waited
+    // for once more. Where there is no record yet, they learn of it here.
+    if (has_record(fabric)) throw;
+    failure = error;
   } catch (const Error& error) {
     failure = error;
   } catch (const std::bad_alloc&) {

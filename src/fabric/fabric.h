@@ -59,6 +59,8 @@ class Fabric {
   virtual int size() const = 0;
   virtual const char* name() const = 0;
   std::chrono::milliseconds deadline() const { return deadline_; }
+  // Of later collectives.
+  virtual void set_deadline(std::chrono::milliseconds deadline) { deadline_ = deadline; }
 
   // Collective, start-up only. `all` receives size() blocks of mine.size() bytes, by rank. Throws
   // TimeoutError (phase "bootstrap") naming a rank that did not call within the deadline, and

@@ -111,6 +111,7 @@ class HostsFabric final : public Fabric {
     attempt_together(*world_, [&] { proxy_->start(addresses); });
     view_ = {record, {}, size()};
     world_->set_view(view_);
+    host_->set_deadline(deadline());
     host_->set_view({record, hosts_.ranks_of(hosts_.host_of(rank())), size()});
     name_ = fmt::format("{} hosts, {}", hosts_.num_hosts(), network_name);
   }
@@ -360,7 +361,9 @@ std::shared_ptr<Fabric> join_hosts(int rank, int size, const std::string& rendez
   }
   attempt_together(*world, [&] {
     const HandshakeTerms terms{proven, Purpose::kControl, size};
-    parts.channels = connect_proxies(rank, hosts, endpoints, listener, terms, deadline);
+    // All wait here for one that has stopped, and then once more for what came of it.
+    const std::chrono::milliseconds part = std::max(deadline / 4, std::chrono::milliseconds(1));
+    parts.channels = connect_proxies(rank, hosts, endpoints, listener, terms, part);
     parts.network = network::make_libfabric(endpoints[static_cast<std::size_t>(rank)].host);
   });
   parts.world = world;

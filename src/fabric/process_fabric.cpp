@@ -85,6 +85,10 @@ class Processes final : public ProcessFabric {
   int size() const override { return bootstrap_.size(); }
   const char* name() const override { return "shared memory"; }
   std::string liveness(int rank) const override { return bootstrap_.liveness(rank); }
+  void set_deadline(std::chrono::milliseconds deadline) override {
+    bootstrap_.set_deadline(deadline);
+    Fabric::set_deadline(deadline);
+  }
   void set_view(protocol::WorldView view) override {
     bootstrap_.set_view(view);
     Fabric::set_view(std::move(view));
