@@ -439,10 +439,13 @@ std::optional<Frame> Bootstrap::hear_root(Channel& root, const Wait& wait, bool&
       fail_closed(wait, kRoot, false, {});
     }
     const Clock::time_point wake = keep_watch(kRoot, wait.until + kVerdictGrace);
-    // The record says whom the root waits for. Without one, the root's verdict does.
+    // On one host a root that runs gives its verdict at the earliest deadline of all. Between hosts
+    // it may count from when it read this one; there the record says whom it waits for.
     std::chrono::milliseconds grace{0};
     if (entered && !view_.record) {
       grace = place_->is_one_host() ? start_grace(deadline_) : kVerdictGrace;
+    } else if (entered && place_->is_one_host() && view_.record->waits(name(kRoot), deadline_)) {
+      grace = kVerdictGrace;
     }
     const Clock::time_point until = wait.until + grace;
     if (Clock::now() >= until) {

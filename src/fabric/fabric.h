@@ -59,7 +59,7 @@ class Fabric {
   virtual int size() const = 0;
   virtual const char* name() const = 0;
   std::chrono::milliseconds deadline() const { return deadline_; }
-  // Of later collectives.
+  // Sets the deadline of later collectives.
   virtual void set_deadline(std::chrono::milliseconds deadline) { deadline_ = deadline; }
 
   // Collective, start-up only. `all` receives size() blocks of mine.size() bytes, by rank. Throws
