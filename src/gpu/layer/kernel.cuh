@@ -32,8 +32,8 @@
 // weights.
 //
 // In passes of several ranks the rows of late ranks may have a round of their own: see RoundState.
-// Only two roles know of rounds: the scheduler, which makes the tables for the second, and pack. The
-// others go from task to task.
+// Only two roles know of rounds: the scheduler, which makes the tables for the second, and pack.
+// The others go from task to task.
 //
 //   barrier      arrivals that complete a phase                                waited for by
 //   full[s]      weights: 1 arrival + bytes; tokens: 1 arrival + bytes, or     math
