@@ -34,7 +34,7 @@ class GpuPass {
     const gpu::DeviceScope scope(device_);
     stream_.emplace();
     const LayerSpec spec = testing::spec_of(256, 128, experts, top_k);
-    const auto tokens = static_cast<std::int64_t>(ids.size()) / top_k;
+    const auto tokens = static_cast<int>(ids.size()) / top_k;
     LayerOptions options;
     options.max_tokens = tokens;
     options.deadline = deadline;
