@@ -54,14 +54,6 @@ Clock::time_point retry_time(Clock::time_point until) {
   return std::min(until, Clock::now() + kRetryInterval);
 }
 
-// Ends the wait that a collective showed in the world's record, whether or not it failed.
-struct EndOfWait {
-  protocol::WorldRecord* record;
-  ~EndOfWait() {
-    if (record != nullptr) record->end_wait();
-  }
-};
-
 // Returns a number by which frames of different worlds can be told apart. It is never 0.
 std::uint64_t random_world() {
   std::uint64_t number = 0;
@@ -613,7 +605,7 @@ std::vector<Frame> Bootstrap::exchange(const Call& call, Frame mine) {
     const std::lock_guard lock(parting_mutex_);
     parting_.reset();
   }
-  const EndOfWait end_of_wait{view_.record.get()};
+  const protocol::EndOfWait end_of_wait(view_.record.get());
   if (size_ == 1) {
     std::vector<Frame> parts;
     parts.push_back(std::move(mine));

@@ -56,6 +56,12 @@ void Fabric::report(const TimeoutError& error) const noexcept {
   tell(error.what(), failure);
 }
 
+std::vector<UniqueFd> gather_lives(Fabric& fabric, UniqueFd& keeps) {
+  UniqueFd life;
+  attempt_together(fabric, [&] { life = protocol::life_of_process(keeps); });
+  return fabric.exchange_fds(life.get());
+}
+
 void keep_record(Fabric& fabric) {
   if (fabric.size() == 1) return;
   struct Memory {
@@ -68,9 +74,7 @@ void keep_record(Fabric& fabric) {
   for (int r = 0; r < fabric.size(); ++r) {
     words.push_back(reinterpret_cast<std::uint64_t*>(memory->words->base(r)));
   }
-  UniqueFd life;
-  attempt_together(fabric, [&] { life = protocol::life_of_process(memory->life); });
-  std::vector<UniqueFd> lives = fabric.exchange_fds(life.get());
+  std::vector<UniqueFd> lives = gather_lives(fabric, memory->life);
   protocol::WorldView view;
   view.world_size = fabric.size();
   view.record = std::make_shared<protocol::WorldRecord>(fabric.rank(), std::move(words), memory,

@@ -144,6 +144,9 @@ class Fabric {
 // Throws Error{kInvalidArgument} for a number of ranks, or a rank, that no world has.
 void require_world(int rank, int size);
 
+// Collective. Every rank's life_of_process(), by rank; `keeps` as there.
+std::vector<UniqueFd> gather_lives(Fabric& fabric, UniqueFd& keeps);
+
 // Collective. Gives a fabric of processes on one host, which is a whole world, its record.
 void keep_record(Fabric& fabric);
 

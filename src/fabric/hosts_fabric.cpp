@@ -64,9 +64,7 @@ class HostsFabric final : public Fabric {
     };
     const auto memory = std::make_shared<Memory>();
     memory->here = host_->allocate(2 * kLine);
-    UniqueFd life;
-    attempt_together(*host_, [&] { life = protocol::life_of_process(memory->life); });
-    std::vector<UniqueFd> lives_here = host_->exchange_fds(life.get());
+    std::vector<UniqueFd> lives_here = gather_lives(*host_, memory->life);
     std::vector<std::uint64_t*> alive(static_cast<std::size_t>(size())), words;
     std::vector<UniqueFd> lives(static_cast<std::size_t>(size()));
     for (int r = 0; r < size(); ++r) {

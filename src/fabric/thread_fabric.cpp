@@ -136,12 +136,7 @@ class Meeting {
   bool await(std::unique_lock<std::mutex>& lock, Clock::time_point until, int rank,
              const protocol::WorldView& view, const Round& round) {
     const auto settled = [&] { return round.num_arrived == size_ || death_; };
-    const struct EndOfWait {
-      protocol::WorldRecord* record;
-      ~EndOfWait() {
-        if (record != nullptr) record->end_wait();
-      }
-    } end_of_wait{view.record.get()};
+    const protocol::EndOfWait end_of_wait(view.record.get());
     for (;;) {
       if (view.record) {
         const std::uint64_t number = num_completed_ + 1;

@@ -113,9 +113,7 @@ int RemoteHeap::silent_rank(std::uint64_t deadline_ns) const {
         proxy_->peers_[i].load(std::memory_order_acquire) == Proxy::Peer::kDeparted) {
       continue;
     }
-    const std::int64_t heard =
-        reaches(r) ? static_cast<std::int64_t>(protocol::load_acquire(proxy_->alive_[i]))
-                   : proxy_->last_heard_[i].load(std::memory_order_acquire);
+    const std::int64_t heard = proxy_->last_sign_of(r);
     if (now - heard <= longest) continue;
     longest = now - heard;
     silent = r;
@@ -221,6 +219,12 @@ Proxy::~Proxy() {
   stopping_.store(true, std::memory_order_seq_cst);
   wake();
   thread_.join();
+}
+
+std::int64_t Proxy::last_sign_of(int rank) const {
+  const auto i = static_cast<std::size_t>(rank);
+  if (!hosts_.same_host(rank, rank_)) return last_heard_[i].load(std::memory_order_acquire);
+  return static_cast<std::int64_t>(protocol::load_acquire(alive_[i]));
 }
 
 Traffic Proxy::traffic() const {
@@ -858,10 +862,7 @@ void Proxy::lose(int rank, const std::string& why) {
   }
   peers_[i].store(Peer::kLost, std::memory_order_release);
   forget_rows(rank);
-  const std::int64_t heard = alive_[i] != nullptr
-                                 ? static_cast<std::int64_t>(protocol::load_acquire(alive_[i]))
-                                 : last_heard_[i].load(std::memory_order_relaxed);
-  const std::int64_t silence = now_ns() - heard;
+  const std::int64_t silence = now_ns() - last_sign_of(rank);
   const std::lock_guard lock(heaps_mutex_);
   for (auto& [segment, heap] : heaps_) {
     protocol::FailureRecord record{};

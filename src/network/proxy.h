@@ -178,6 +178,8 @@ class Proxy final : private Landing {
     return static_cast<std::size_t>(host) * kNumLanes + static_cast<std::size_t>(lane);
   }
   Outbox& outbox(Lane lane, int host) { return *outboxes_[outbox_number(lane, host)]; }
+  // When the rank, of any host, was last known to run, in ns.
+  std::int64_t last_sign_of(int rank) const;
   void wake();
   // Runs `task` on the thread, and throws what it throws.
   void on_thread(const std::function<void(Network&)>& task);

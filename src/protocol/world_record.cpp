@@ -1,7 +1,6 @@
 #include "protocol/world_record.h"
 
 #include <fcntl.h>
-#include <fmt/core.h>
 #include <poll.h>
 #include <sys/eventfd.h>
 #include <sys/syscall.h>
@@ -166,14 +165,6 @@ bool WorldRecord::has_ended(int rank) const {
 int WorldRecord::given_up_by(int rank) const {
   const WaitsFor said = WaitsFor::unpack(load_acquire(word_of(rank)));
   return said.phase == Phase::kGaveUp && said.peer < size() ? said.peer : rank;
-}
-
-std::string WorldRecord::liveness(int rank) const {
-  if (has_left(rank)) {
-    return fmt::format("rank {} has destroyed its World", rank);
-  }
-  if (!is_gone(rank)) return "";
-  return fmt::format("the process of rank {} has ended", rank);
 }
 
 std::vector<WaitsFor> WorldRecord::waits_of(int rank, std::chrono::nanoseconds deadline) const {

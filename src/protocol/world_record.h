@@ -11,7 +11,6 @@
 #include <memory>
 #include <mutex>
 #include <optional>
-#include <string>
 #include <thread>
 #include <vector>
 
@@ -62,8 +61,6 @@ class WorldRecord {
   bool has_ended(int rank) const;
   // The rank because of which a rank gave up; else the rank itself.
   int given_up_by(int rank) const;
-  // A sentence about a rank that is gone; else empty.
-  std::string liveness(int rank) const;
 
   // The rank that a search for the culprit ends at.
   struct Culprit {
@@ -132,6 +129,20 @@ class WorldRecord {
   std::vector<LossHook*> hooks_;
   UniqueFd stop_;  // ends the thread
   std::thread watcher_;
+};
+
+// Ends the wait that this rank shows in a record, which may be null, at the end of the scope.
+class EndOfWait {
+ public:
+  explicit EndOfWait(WorldRecord* record) : record_(record) {}
+  ~EndOfWait() {
+    if (record_ != nullptr) record_->end_wait();
+  }
+  EndOfWait(const EndOfWait&) = delete;
+  EndOfWait& operator=(const EndOfWait&) = delete;
+
+ private:
+  WorldRecord* record_;
 };
 
 // A descriptor that becomes readable in every process that holds it when the calling process ends,

@@ -129,6 +129,7 @@ PeerWait SymmetricHeap::State::wait(const std::uint64_t* flag, std::uint64_t val
   constexpr auto kBeat =
       static_cast<std::uint64_t>(nanoseconds(protocol::WorldRecord::kBeat).count());
   const protocol::WorldView& view = world.fabric().view();
+  const protocol::EndOfWait end_of_wait(view.record.get());
   std::uint64_t waited = 0;
   bool gone = false;
   for (;;) {
@@ -136,12 +137,8 @@ PeerWait SymmetricHeap::State::wait(const std::uint64_t* flag, std::uint64_t val
     PeerWait outcome =
         host::wait_until(map, flag, value, peer, Until::kAtLeast, gone ? 0 : std::min(kBeat, left));
     waited += outcome.waited_ns;
-    if (outcome.state != PeerWait::State::kTimeout) {
-      if (view.record) view.record->end_wait();
-      return outcome;
-    }
+    if (outcome.state != PeerWait::State::kTimeout) return outcome;
     if (gone || waited >= map.deadline_ns) {
-      if (view.record) view.record->end_wait();
       const auto found = view.culprit(peer, nanoseconds(map.deadline_ns));
       if (found && found->rank != map.rank) culprit = found->rank;
       outcome.waited_ns = waited;
@@ -269,7 +266,7 @@ void SymmetricHeap::wait(const std::uint64_t* flag, std::uint64_t value, int pee
                             "at a multiple of 8, and all of it in the heap",
                             offset, state().bytes));
   }
-  int culprit = peer;
+  int culprit = -1;
   const PeerWait outcome = state().wait(flag, value, peer, culprit);
   if (outcome) return;
   host::give_up(state().map, outcome, culprit);

@@ -1,4 +1,4 @@
-// Who is asked if a call is to end, how often, and on which thread.
+// Interruptible calls: their check is asked every so often, on the thread that made the call.
 #include "base/interrupt.h"
 
 #include <gtest/gtest.h>

@@ -273,7 +273,7 @@ TEST_F(LaunchTest, RanksDieWithTheLauncher) {
   EXPECT_TRUE(eventually([&] { return has_ended("pid0") && has_ended("pid1"); }));
 }
 
-// What a rank's shell started has another parent than the launcher.
+// A program that a rank's shell started has another parent than the launcher.
 TEST_F(LaunchTest, ChildrenOfRanksDieWithTheLauncher) {
   for (const int number : {SIGKILL, SIGQUIT}) {
     for (const char* name : {"pid0", "pid1", "launcher"})

@@ -1,4 +1,4 @@
-// What the ranks of a trial tell the one that plays it: memory that they share.
+// Memory in which the ranks of a trial tell the one that plays it what became of them.
 #pragma once
 
 #include <atomic>

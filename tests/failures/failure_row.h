@@ -21,7 +21,7 @@ struct FailureRow {
   double nobody_failed = 0;  // trials whose survivors had all they needed
   double first_seed = 0;
   std::int64_t deadline_ms = 0, slack_ms = 0, at_once_ms = 0;
-  // From the harm until a survivor named the victim, and until the launcher ended.
+  // Times from the harm until a survivor named the victim, and until the launcher ended.
   std::optional<double> named_us, named_longest_us, launcher_us, launcher_longest_us;
 
   static constexpr const char* kKind = "failure_trials";

@@ -20,7 +20,7 @@ struct Limits {
   std::chrono::milliseconds slack{500};
   std::chrono::milliseconds at_once{1'000};  // how long until a rank notices one that has ended
   std::chrono::milliseconds grace{1'000};    // LaunchOptions::grace
-  // What a busy machine takes to start the parts of a world over several hosts: only the collective
+  // Time that a busy machine takes to start the parts of a world over hosts: only the collective
   // behind that misses a stopped rank. And to remove the network namespaces of a launch.
   std::chrono::milliseconds hosts_start{3'000}, hosts_end{3'000};
 };
@@ -30,7 +30,7 @@ struct Limits {
 // rank that the message only says to wait is not accused.
 std::set<int> accused_by(const std::string& message, const std::vector<int>& pids);
 
-// What a launcher said and did.
+// A launcher's end and its words.
 struct Launched {
   int exit_code = 0;
   std::int64_t ended_ns = 0;

@@ -3,9 +3,10 @@
 // a TimeoutError that names this rank and accuses no other, and in time. A seed repeats a trial, as
 // far as timing allows; a bad trial prints its own.
 //
-//   failure_trials --trials 2000 --jobs 10 --json results/failures.json --commit $(git rev-parse
-//   --short HEAD) failure_trials --seed 17 --trials 1        a trial again, with what each rank
-//   said
+//   failure_trials --trials 2000 --jobs 9 --json results/failure_trials.json --commit COMMIT
+//   failure_trials --seed 17 --trials 1 --verbose
+//
+// The second plays a trial again, and prints what each rank said.
 #include <fmt/core.h>
 #include <signal.h>
 #include <sys/mman.h>
@@ -109,7 +110,7 @@ Options read_options(int argc, char** argv) {
   return options;
 }
 
-// What a worker tells of a trial, in memory that it shares with its parent.
+// A trial's result, in memory that a worker shares with its parent.
 struct Result {
   std::atomic<bool> is_there;
   bool wrong, innocents, late, hangs, launcher, nobody_failed;
@@ -164,7 +165,7 @@ std::optional<double> microseconds(std::vector<std::int64_t>& sorted, bool longe
                   static_cast<double>(longest ? sorted.back() : sorted[sorted.size() / 2]) * 1e-3);
 }
 
-// What came of all trials.
+// The results of all trials, by kind.
 class Tally {
  public:
   explicit Tally(const Options& options) : options_(options) {}

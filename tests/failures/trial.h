@@ -1,4 +1,4 @@
-// What is drawn for a trial: a world, what its ranks do, and which of them comes to harm, when and
+// A trial as it is drawn: a world, what its ranks do, and which of them comes to harm, when and
 // how. All of it follows from the seed.
 #pragma once
 
@@ -21,7 +21,7 @@ enum class Harm {
   kInterrupt,  // SIGINT, which ends the process
 };
 
-// What the world is doing when the harm comes.
+// The part of a world's life in which the harm comes.
 enum class Scene { kPass, kCollective, kExchange, kHeap, kClose, kStart, kMixed };
 
 // A call that all ranks make.

@@ -18,7 +18,7 @@ from conftest import ROOT
 from conftest import started as started_process
 from switchyard import SymmetricHeap, World
 
-# What users are promised, and what a machine with other load may take.
+# The time that users are promised, and the time that a machine with other load may take.
 ANSWER, ANSWER_ON_A_BUSY_MACHINE = 0.2, 0.5
 
 # A rank of three. For each kind of call it makes a world, says "waiting" and waits in that call for rank 2, which does
