@@ -47,6 +47,34 @@ class HostsSegment final : public SymmetricSegment {
   std::unique_ptr<network::RemoteHeap> remote_;  // last: it uses the memory until it is gone
 };
 
+// A rank that has stopped is waited for by all in a step of the start, and once more by those that
+// gather what came of the step.
+std::chrono::milliseconds part_of(std::chrono::milliseconds deadline) {
+  return std::max(deadline / 4, std::chrono::milliseconds(1));
+}
+
+// A world is made when its connections are. One that closes at once would otherwise leave requests
+// for them behind, which libfabric 1.17 forgets with their memory and their descriptors.
+void await_connections(const network::Proxy& proxy, std::chrono::milliseconds deadline) {
+  const Clock::time_point until = Clock::now() + deadline;
+  for (int peer = proxy.first_unconnected(); peer >= 0; peer = proxy.first_unconnected()) {
+    throw_if_interrupted(proxy.rank());
+    const std::string known = proxy.liveness(peer);
+    if (proxy.is_lost(peer) || Clock::now() >= until) {
+      throw TimeoutError(
+          ErrorCode::kTimeout,
+          fmt::format("rank {} could not exchange data with rank {} by {} within {} ms{}{}; does a "
+                      "firewall let the provider's ports between the hosts through?",
+                      proxy.rank(), peer, proxy.network_name(), deadline.count(),
+                      known.empty() ? "" : ": ", known),
+          bootstrap_failure(proxy.rank(), peer, 0, proxy.hosts().num_ranks(), 0,
+                            std::chrono::nanoseconds(deadline)));
+    }
+    std::vector<pollfd> nothing;
+    wait_ready(nothing, std::min(until, Clock::now() + std::chrono::milliseconds(1)));
+  }
+}
+
 class HostsFabric final : public Fabric {
  public:
   explicit HostsFabric(HostsParts parts)
@@ -107,6 +135,7 @@ class HostsFabric final : public Fabric {
           begin, begin + static_cast<std::ptrdiff_t>(mine.size()));
     }
     attempt_together(*world_, [&] { proxy_->start(addresses); });
+    attempt_together(*world_, [&] { await_connections(*proxy_, part_of(deadline())); });
     view_ = {record, {}, size()};
     world_->set_view(view_);
     host_->set_deadline(deadline());
@@ -359,9 +388,7 @@ std::shared_ptr<Fabric> join_hosts(int rank, int size, const std::string& rendez
   }
   attempt_together(*world, [&] {
     const HandshakeTerms terms{proven, Purpose::kControl, size};
-    // All wait here for one that has stopped, and then once more for what came of it.
-    const std::chrono::milliseconds part = std::max(deadline / 4, std::chrono::milliseconds(1));
-    parts.channels = connect_proxies(rank, hosts, endpoints, listener, terms, part);
+    parts.channels = connect_proxies(rank, hosts, endpoints, listener, terms, part_of(deadline));
     parts.network = network::make_libfabric(endpoints[static_cast<std::size_t>(rank)].host);
   });
   parts.world = world;

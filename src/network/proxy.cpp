@@ -193,6 +193,7 @@ Proxy::Proxy(const Hosts& hosts, int rank, const ProxyOptions& options,
     if (outbox) known.insert(outbox->gateway());
   }
   for (const Inbox& inbox : inboxes_) known.insert(inbox.source);
+  if (!known.empty()) first_unconnected_.store(*known.begin(), std::memory_order_relaxed);
   for (const int other : known) {
     // Only one of the two greets, so that they do not connect to each other at the same time.
     acquaintances_.push_back({other, rank_ < other ? Immediate::kGreeting : 0});
@@ -388,7 +389,7 @@ void Proxy::run() {
   while (!stopping_.load(std::memory_order_acquire)) {
     bool busy = hear_network();
     busy |= apply_arrived();
-    if (!refuses_connections_) greet();
+    if (first_unconnected() >= 0) greet();
     busy |= do_tasks();
     busy |= send_queued();
     const Clock::time_point now = Clock::now();
@@ -489,7 +490,7 @@ void Proxy::hear_greeting(const Immediate& immediate) {
 }
 
 void Proxy::greet() {
-  bool done = true;
+  int unconnected = -1;
   for (Acquaintance& other : acquaintances_) {
     // If the queue is full, it goes with the next turn.
     if (other.unsent != 0 &&
@@ -497,11 +498,10 @@ void Proxy::greet() {
                          Immediate{Immediate::Kind::kDispatchCredit, rank_, other.unsent}.pack())) {
       other.unsent = 0;
     }
-    done = done && other.unsent == 0 && other.has_answered;
+    if (unconnected < 0 && (other.unsent != 0 || !other.has_answered)) unconnected = other.rank;
   }
-  if (!done) return;
-  network_->refuse_connections();
-  refuses_connections_ = true;
+  if (unconnected < 0) network_->refuse_connections();
+  first_unconnected_.store(unconnected, std::memory_order_release);
 }
 
 void Proxy::hear_credit(const Immediate& immediate, Lane lane) {

@@ -132,6 +132,12 @@ class Proxy final : private Landing {
   // Returns what is known of a rank of another host that does not answer; empty if it was heard of
   // lately.
   std::string liveness(int rank) const;
+  // The first rank that this one has no connection of the network with yet; -1: it has all of them.
+  int first_unconnected() const { return first_unconnected_.load(std::memory_order_acquire); }
+  // True of a rank of another host whose process has ended, or that broke the protocol.
+  bool is_lost(int rank) const {
+    return peers_[static_cast<std::size_t>(rank)].load(std::memory_order_acquire) == Peer::kLost;
+  }
   // True if rows may be in a device's memory.
   bool takes_device_memory() const { return network_->takes_device_memory(); }
 
@@ -266,7 +272,6 @@ class Proxy final : private Landing {
     bool has_answered = false;
   };
   std::vector<Acquaintance> acquaintances_;
-  bool refuses_connections_ = false;
   // Puts of rows that are on their way, by context.
   struct RowsFlight {
     int rank;
@@ -283,6 +288,7 @@ class Proxy final : private Landing {
   Clock::time_point next_beat_, next_control_, last_active_;
   std::atomic<std::uint64_t> chunks_sent_{0}, chunks_received_{0}, row_bytes_sent_{0};
 
+  std::atomic<int> first_unconnected_{-1};
   std::atomic<bool> sleeping_{false}, stopping_{false};
   std::atomic<bool> proposed_{false};  // by a thread of the rank, and not looked at yet
   std::thread thread_;
