@@ -140,7 +140,11 @@ enum {
   SY_I32 = 5,
   SY_I64 = 6,
   SY_U8 = 7,
-  SY_F8_E8M0 = 8  // 2^(code - 127): scales only
+  SY_F8_E8M0 = 8,  // 2^(code - 127): scales only
+  // Of four bits, two to a byte, the even column in the low half; shapes and strides count
+  // elements. Weights only.
+  SY_F4_E2M1 = 9,  // MXFP4
+  SY_U4 = 10       // INT4: 0 to 15
 };
 
 typedef int32_t sy_device_type;
@@ -303,8 +307,11 @@ typedef struct sy_layer_spec {
 // code times scale[e][r / scale_rows][c / scale_cols].
 typedef struct sy_matrices {
   sy_tensor weight;  // [n, rows, cols], f32, f16, bf16 or f8_e4m3; any strides, so that transposed
-                     // and interleaved weights need no copy
-  sy_tensor scale;   // [n, ceil(rows / scale_rows), ceil(cols / scale_cols)], f32 or f8_e8m0
+                     // and interleaved weights need no copy. Or f4_e2m1 or u4, whose columns are
+                     // contiguous
+  sy_tensor scale;   // [n, ceil(rows / scale_rows), ceil(cols / scale_cols)], f32 or f8_e8m0; of
+                     // four-bit weights contiguous in a row, scale_rows 1 and scale_cols 32 or
+                     // 128: f8_e8m0 of f4_e2m1, f32, bf16 or f16 of u4
   sy_tensor bias;    // [n, rows], f32, f16 or bf16
   int64_t scale_rows;
   int64_t scale_cols;

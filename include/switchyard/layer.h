@@ -124,14 +124,18 @@ struct LayerOptions {
   int workspace_slot = 0;  // 0 to slots - 1
   // Arithmetic and wire type: kBF16, kF32 or kF8E4M3. Empty: kF8E4M3 if the matrices of all experts
   // are FP8 and their scales are of blocks of multiples of 128 rows and columns (or of all of them)
-  // or of whole rows; kBF16 for bf16 and other FP8 checkpoints, kF32 for fp16 and fp32 ones, or,
-  // with kCuda, kBF16 for these, too. Accumulation is always fp32.
+  // or of whole rows; kBF16 for bf16, four-bit and other FP8 checkpoints, kF32 for fp16 and fp32
+  // ones, or, with kCuda, kBF16 for these, too. Accumulation is always fp32.
   //
   // kF8E4M3 multiplies such weights as they are with activations, and with h, that are rounded to
   // bf16 and then quantised: for every 128 columns of a token, the last few included,
   //   scale = amax / 448,  code = f8_e4m3(x * 448 / amax),  with amax = max(2^-100, max |x|)
   // Experts' outputs are rounded to bf16. The gates see bf16. A NaN or an infinity in a group makes
   // the token's output NaN, and no other's. kBF16 and kF32 dequantise FP8 weights instead.
+  //
+  // Four-bit weights are dequantised, too, and multiplied with activations of the type computed in.
+  // MXFP4 is exact in bf16; INT4 is rounded to it, as it is in PyTorch. kF8E4M3 multiplies MXFP4
+  // with quantised activations, and refuses INT4.
   std::optional<DType> compute{};
   // The treatment of bad ids among those given; ranks may differ.
   BadIds bad_ids = BadIds::kRaise;

@@ -9,8 +9,24 @@
 
 namespace switchyard {
 
-enum class DType : std::uint8_t { kF32, kF16, kBF16, kF8E4M3, kI32, kI64, kU8 };
+enum class DType : std::uint8_t {
+  kF32,
+  kF16,
+  kBF16,
+  kF8E4M3,
+  kI32,
+  kI64,
+  kU8,
+  // Of four bits, two to a byte: the element of the even column in the low half. Weights only.
+  kF4E2M1,  // 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives: MXFP4
+  kU4,      // 0 to 15: INT4, whose 0 is 8 unless the matrix has zero points
+  // 2^(code - 127), and NaN for 255. Scales of four-bit matrices only.
+  kF8E8M0,
+};
 
+constexpr bool is_four_bit(DType dtype) { return dtype == DType::kF4E2M1 || dtype == DType::kU4; }
+
+// Bytes of one element; 0 for types of four bits, of which bytes_of() counts.
 constexpr std::size_t size_of(DType dtype) {
   switch (dtype) {
     case DType::kF32:
@@ -23,22 +39,42 @@ constexpr std::size_t size_of(DType dtype) {
       return 8;
     case DType::kF8E4M3:
     case DType::kU8:
+    case DType::kF8E8M0:
       return 1;
+    case DType::kF4E2M1:
+    case DType::kU4:
+      return 0;
   }
   return 0;
 }
 
-// "f32", "f16", "bf16", "f8_e4m3", "i32", "i64", "u8".
+// Bytes of `count` elements that begin at a whole byte; `count` may be negative, as strides are.
+constexpr std::int64_t bytes_of(DType dtype, std::int64_t count) {
+  return is_four_bit(dtype) ? count / 2 + count % 2
+                            : count * static_cast<std::int64_t>(size_of(dtype));
+}
+
+// "f32", "f16", "bf16", "f8_e4m3", "i32", "i64", "u8", "f4_e2m1", "u4", "f8_e8m0".
 const char* to_string(DType dtype);
+
+// Columns that share a scale in MXFP4.
+inline constexpr std::int64_t kMxGroup = 32;
 
 // A matrix of `rows` x `cols` elements; element (r, c) is at index r * row_stride + c * col_stride.
 // Strides are in elements, so that transposed and row-interleaved checkpoints need no repacking. A
 // row_stride of 0 makes all rows the same one, as of an expanded tensor.
 //
-// FP8 matrices carry scales: the value of (r, c) is data(r, c) * scale(r / scale_rows, c /
-// scale_cols), with scale(i, j) at scale[i * scale_stride + j]. (DeepSeek-V3's weight_scale_inv has
-// scale_rows = scale_cols = 128; per-channel is scale_rows = 1, scale_cols = cols; per-tensor is
-// scale_rows = rows, scale_cols = cols.)
+// Quantised matrices carry scales, numbers of `scale_dtype`: scale(i, j) is at index i *
+// scale_stride + j, and belongs to the elements (r, c) with r / scale_rows = i and c / scale_cols =
+// j. The value of an element is, with the scale s of its block,
+//   f8_e4m3  code * s; scales are f32, and blocks of any size. (DeepSeek-V3's weight_scale_inv has
+//            scale_rows = scale_cols = 128; per-channel is scale_rows = 1, scale_cols = cols;
+//            per-tensor is scale_rows = rows, scale_cols = cols.)
+//   f4_e2m1  code * s: MXFP4; scales are f8_e8m0, one for 32 columns of a row
+//   u4       (code - z) * s: INT4; scales are f32, bf16 or f16, one for 32 or 128 columns of a row.
+//            z is 8, or the element of `zero` with the index of the scale.
+// Four-bit matrices have contiguous columns (col_stride 1), a whole number of groups of them, and
+// an even row_stride.
 struct MatrixView {
   const void* data = nullptr;
   DType dtype = DType::kF32;
@@ -46,15 +82,22 @@ struct MatrixView {
   std::int64_t cols = 0;
   std::int64_t row_stride = 0;
   std::int64_t col_stride = 1;
-  const float* scale = nullptr;
+  const void* scale = nullptr;
   std::int64_t scale_rows = 0;
   std::int64_t scale_cols = 0;
   std::int64_t scale_stride = 0;
+  DType scale_dtype = DType::kF32;
+  const std::uint8_t* zero = nullptr;  // u4 only: a byte for each scale, 0 to 15
 
   bool empty() const { return data == nullptr; }
   const void* row(std::int64_t r) const {
-    return static_cast<const std::byte*>(data) +
-           static_cast<std::size_t>(r * row_stride) * size_of(dtype);
+    return static_cast<const std::byte*>(data) + bytes_of(dtype, r * row_stride);
+  }
+  const float* f32_scale() const { return static_cast<const float*>(scale); }
+  // The first scale of row r.
+  const void* row_scale(std::int64_t r) const {
+    return static_cast<const std::byte*>(scale) +
+           bytes_of(scale_dtype, r / scale_rows * scale_stride);
   }
 };
 

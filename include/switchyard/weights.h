@@ -64,6 +64,11 @@ void validate(const LayerSpec& spec, const MoeWeights& weights, ExpertRange own)
 void validate(const LayerSpec& spec, const MoeWeights& weights, ExpertRange own, int num_places);
 void validate(const LayerSpec& spec, const MoeWeights& weights);  // all experts
 
+// Throws Error{kInvalidArgument} with the place of the first scale that is NaN, or zero point above
+// 15, among four-bit weights of `own` experts and of the shared one, which are in host memory and
+// have passed validate().
+void check_values(const MoeWeights& weights, ExpertRange own);
+
 // Bytes of expert weight (routed and shared, scales included) that a forward pass touches when
 // exactly the experts with tokens_per_expert[e] > 0 are active.
 std::uint64_t touched_weight_bytes(const MoeWeights& weights,

@@ -20,7 +20,7 @@
 namespace switchyard::bench {
 namespace {
 
-constexpr std::int64_t kBlock = RandomTensor::kScaleBlock;
+constexpr std::int64_t kBlock = 128;
 
 std::int64_t blocks_of(std::int64_t size, std::int64_t block) { return (size + block - 1) / block; }
 
@@ -156,7 +156,8 @@ GroupedOperands::GroupedOperands(int num_experts, int its_n, int its_k, std::int
         weights.data() + static_cast<std::size_t>(e * matrix + part * kFillBlock) * size_of(dtype));
   });
   for (std::int64_t e = 0; e < experts && fp8; ++e) {
-    fill_scales(expert_matrix(e), weight_scales.data() + at(e, scales));
+    fill_scales(expert_matrix(e),
+                reinterpret_cast<std::byte*>(weight_scales.data() + at(e, scales)));
   }
   for_all(rows, [&](std::int64_t row) {
     std::byte* const out = x.data() + at(row, k) * size_of(dtype);

@@ -302,7 +302,7 @@ class LayerSubject : public TuneSubject {
       expert.gate.rows = expert.up.rows = spec_.intermediate;
       expert.up.data = first[e].row(spec_.intermediate);
       if (first[e].scale != nullptr) {
-        expert.up.scale += spec_.intermediate / first[e].scale_rows * first[e].scale_stride;
+        expert.up.scale = first[e].row_scale(spec_.intermediate);
       }
       expert.down = second[e];
       weights.experts.push_back(expert);

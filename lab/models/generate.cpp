@@ -27,14 +27,10 @@ std::uint64_t align_up(std::uint64_t bytes) {
   return (bytes + kAlignment - 1) / kAlignment * kAlignment;
 }
 
-std::uint64_t scale_bytes(const RandomTensor& tensor) {
-  return static_cast<std::uint64_t>(tensor.num_scales()) * sizeof(float);
-}
-
 std::uint64_t total_bytes(const std::vector<RandomTensor>& tensors) {
   std::uint64_t total = 0;
   for (const RandomTensor& tensor : tensors)
-    total += align_up(tensor.data_bytes()) + align_up(scale_bytes(tensor));
+    total += align_up(tensor.data_bytes()) + align_up(tensor.scale_bytes());
   return total;
 }
 
@@ -60,7 +56,7 @@ std::shared_ptr<std::byte> allocate(std::uint64_t bytes) {
 struct Placed {
   RandomTensor tensor;
   std::byte* data = nullptr;
-  float* scales = nullptr;
+  std::byte* scales = nullptr;
 };
 
 void fill_all(const std::vector<Placed>& placed, const GenerateOptions& options) {
@@ -78,11 +74,10 @@ void fill_all(const std::vector<Placed>& placed, const GenerateOptions& options)
       const auto after = std::upper_bound(first_block.begin(), first_block.end(), block);
       const Placed& p = placed[static_cast<std::size_t>(after - first_block.begin() - 1)];
       const std::int64_t local = block - *(after - 1);
-      const std::size_t element = size_of(p.tensor.dtype);
-      fill_block(p.tensor, local, p.data + static_cast<std::size_t>(local * kFillBlock) * element);
+      fill_block(p.tensor, local, p.data + bytes_of(p.tensor.dtype, local * kFillBlock));
       if (local == 0 && p.scales) fill_scales(p.tensor, p.scales);
       const std::int64_t count = std::min(kFillBlock, p.tensor.size() - local * kFillBlock);
-      done.fetch_add(static_cast<std::uint64_t>(count) * element);
+      done.fetch_add(static_cast<std::uint64_t>(bytes_of(p.tensor.dtype, count)));
       // A busy mutex means that someone else is reporting about now.
       if (options.progress && block % 64 == 0 && progress_mutex.try_lock()) {
         const std::lock_guard<std::mutex> lock(progress_mutex, std::adopt_lock);
@@ -110,8 +105,9 @@ MatrixView matrix_view(const Placed& p) {
   view.row_stride = p.tensor.cols;
   if (p.scales) {
     view.scale = p.scales;
-    view.scale_rows = RandomTensor::kScaleBlock;
-    view.scale_cols = RandomTensor::kScaleBlock;
+    view.scale_dtype = p.tensor.scale_dtype();
+    view.scale_rows = p.tensor.block_rows();
+    view.scale_cols = p.tensor.block_cols();
     view.scale_stride = p.tensor.scale_cols();
   }
   return view;
@@ -190,8 +186,8 @@ MoeWeights generate_weights(const LayerSpec& spec, DType dtype, std::uint64_t se
   for (const RandomTensor& tensor : tensors) {
     Placed p{tensor, next, nullptr};
     next += align_up(tensor.data_bytes());
-    if (tensor.num_scales() > 0) p.scales = reinterpret_cast<float*>(next);
-    next += align_up(scale_bytes(tensor));
+    if (tensor.num_scales() > 0) p.scales = next;
+    next += align_up(tensor.scale_bytes());
     placed.push_back(p);
   }
   fill_all(placed, options);

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <numeric>
 
 #include "base/convert.h"
@@ -16,6 +17,9 @@ namespace {
 // FP8 codes are drawn for a deviation of 112, so that 4 deviations just reach E4M3's 448; the scale
 // brings the value back.
 constexpr float kFp8Deviation = 112.0f;
+// The same for four bits, whose largest values are 6 and 7.
+constexpr float kF4Deviation = 2.0f;
+constexpr float kU4Deviation = 2.5f;
 
 // Standard deviation of the sum of four uniform bytes: sqrt(4 (256^2 - 1) / 12), in units of 2^-14.
 constexpr float kInverseDeviation = 1.0f / (147.8006f * 16384.0f);
@@ -58,6 +62,15 @@ struct StoreF8E4M3 {
   static Element store(float value) { return f32_to_f8e4m3(value); }
 };
 
+struct StoreF4E2M1 {
+  static std::uint8_t store(float value) { return f32_to_f4e2m1(value); }
+};
+struct StoreU4 {
+  static std::uint8_t store(float value) {
+    return static_cast<std::uint8_t>(std::clamp(static_cast<int>(value + 8.5f), 0, 15));
+  }
+};
+
 template <class Store>
 [[gnu::always_inline]] inline void fill_loop(NormalHash hash, float deviation, std::uint32_t count,
                                              typename Store::Element* __restrict out) {
@@ -83,6 +96,23 @@ void fill_elements(NormalHash hash, float deviation, std::uint32_t count, std::b
   fill_loop<Store>(hash, deviation, count, elements);
 }
 
+template <class Store>
+void fill_pairs(NormalHash hash, float deviation, std::uint32_t count, std::byte* out) {
+  for (std::uint32_t i = 0; i < count; i += 2) {
+    const int low = Store::store(hash(i) * deviation), high = Store::store(hash(i + 1) * deviation);
+    out[i / 2] = static_cast<std::byte>(low | high << 4);
+  }
+}
+
+DType vector_dtype(DType matrices) {
+  return matrices == DType::kF8E4M3 || is_four_bit(matrices) ? DType::kBF16 : matrices;
+}
+
+DType shared_dtype(DType routed) {
+  if (!is_four_bit(routed)) return routed;
+  return routed == DType::kF4E2M1 ? DType::kF8E4M3 : DType::kBF16;
+}
+
 // Distinct expert ids per row: an arithmetic progression whose step is coprime to their number.
 void fill_hash_rows(const RandomTensor& tensor, std::int64_t first, std::int64_t count,
                     std::byte* out) {
@@ -101,10 +131,7 @@ void fill_hash_rows(const RandomTensor& tensor, std::int64_t first, std::int64_t
 class Planner {
  public:
   Planner(const LayerSpec& spec, DType dtype, std::uint64_t seed)
-      : spec_(spec),
-        dtype_(dtype),
-        vector_dtype_(dtype == DType::kF8E4M3 ? DType::kBF16 : dtype),
-        seed_(seed) {}
+      : spec_(spec), dtype_(dtype), vector_dtype_(vector_dtype(dtype)), seed_(seed) {}
 
   std::vector<RandomTensor> plan(std::int64_t vocabulary) {
     const std::int64_t h = spec_.hidden;
@@ -130,9 +157,10 @@ class Planner {
       add(TensorRole::kDownBias, e, vector_dtype_, 1, h, kBiasDeviation);
     }
     if (const std::int64_t s = spec_.shared_intermediate; s > 0) {
-      if (spec_.activation.gated) add(TensorRole::kSharedGate, 0, dtype_, s, h, inverse_sqrt(h));
-      add(TensorRole::kSharedUp, 0, dtype_, s, h, inverse_sqrt(h));
-      add(TensorRole::kSharedDown, 0, dtype_, h, s, inverse_sqrt(s));
+      const DType dtype = shared_dtype(dtype_);
+      if (spec_.activation.gated) add(TensorRole::kSharedGate, 0, dtype, s, h, inverse_sqrt(h));
+      add(TensorRole::kSharedUp, 0, dtype, s, h, inverse_sqrt(h));
+      add(TensorRole::kSharedDown, 0, dtype, h, s, inverse_sqrt(s));
       if (spec_.shared_sigmoid_gate)
         add(TensorRole::kSharedSigmoidGate, 0, vector_dtype_, 1, h, inverse_sqrt(h));
     }
@@ -166,6 +194,17 @@ class Planner {
 
 }  // namespace
 
+DType RandomTensor::scale_dtype() const {
+  switch (dtype) {
+    case DType::kF4E2M1:
+      return DType::kF8E8M0;
+    case DType::kU4:
+      return DType::kBF16;
+    default:
+      return DType::kF32;
+  }
+}
+
 void fill_block(const RandomTensor& tensor, std::int64_t block, std::byte* out) {
   const std::int64_t first = block * kFillBlock;
   const std::int64_t count = std::min(kFillBlock, tensor.size() - first);
@@ -183,39 +222,61 @@ void fill_block(const RandomTensor& tensor, std::int64_t block, std::byte* out) 
       return fill_elements<StoreF8E4M3>(hash, kFp8Deviation, n, out);
     case DType::kI64:
       return fill_hash_rows(tensor, first, count, out);
+    case DType::kF4E2M1:
+      return fill_pairs<StoreF4E2M1>(hash, kF4Deviation, n, out);
+    case DType::kU4:
+      return fill_pairs<StoreU4>(hash, kU4Deviation, n, out);
     case DType::kI32:
     case DType::kU8:
+    case DType::kF8E8M0:
       break;
   }
   throw Error(ErrorCode::kInvalidArgument,
-              fmt::format("random values of dtype {} were asked for; use f32, f16, bf16 or f8_e4m3",
+              fmt::format("random values of dtype {} were asked for; use f32, f16, bf16, f8_e4m3, "
+                          "f4_e2m1 or u4",
                           to_string(tensor.dtype)));
 }
 
 void fill(const RandomTensor& tensor, std::byte* out) {
   const std::int64_t num_blocks = (tensor.size() + kFillBlock - 1) / kFillBlock;
   for (std::int64_t block = 0; block < num_blocks; ++block)
-    fill_block(tensor, block,
-               out + static_cast<std::size_t>(block * kFillBlock) * size_of(tensor.dtype));
+    fill_block(tensor, block, out + bytes_of(tensor.dtype, block * kFillBlock));
 }
 
-void fill_scales(const RandomTensor& tensor, float* out) {
+void fill_scales(const RandomTensor& tensor, std::byte* out) {
   const std::uint64_t key = mix64(~tensor.key);
+  const auto middle = static_cast<int>(std::lround(std::log2(tensor.deviation / kF4Deviation)));
   for (std::int64_t i = 0; i < tensor.num_scales(); ++i) {
-    // Scales vary by +-25 %, so that a scale applied to the wrong block is noticed.
+    // Scales vary by +-25 %, or an octave where they are powers of two, so that a scale applied to
+    // the wrong block is noticed.
     const std::uint64_t bits = mix64(key + static_cast<std::uint64_t>(i)) >> 40;
     const float factor = 0.75f + 0.5f * static_cast<float>(bits) * 0x1p-24f;
-    out[i] = tensor.deviation / kFp8Deviation * factor;
+    if (tensor.dtype == DType::kF4E2M1) {
+      out[i] = static_cast<std::byte>(127 + middle + static_cast<int>(bits % 3) - 1);
+    } else if (tensor.dtype == DType::kU4) {
+      const std::uint16_t scale = f32_to_bf16(tensor.deviation / kU4Deviation * factor);
+      std::memcpy(out + i * std::int64_t{sizeof scale}, &scale, sizeof scale);
+    } else {
+      const float scale = tensor.deviation / kFp8Deviation * factor;
+      std::memcpy(out + i * std::int64_t{sizeof scale}, &scale, sizeof scale);
+    }
   }
 }
 
 std::vector<RandomTensor> layer_tensors(const LayerSpec& spec, DType dtype, std::uint64_t seed,
                                         std::int64_t vocabulary) {
   if (dtype != DType::kF32 && dtype != DType::kF16 && dtype != DType::kBF16 &&
-      dtype != DType::kF8E4M3)
+      dtype != DType::kF8E4M3 && !is_four_bit(dtype))
     throw Error(ErrorCode::kInvalidArgument,
-                fmt::format("weights of dtype {} were asked for; use f32, f16, bf16 or f8_e4m3",
+                fmt::format("weights of dtype {} were asked for; use f32, f16, bf16, f8_e4m3, "
+                            "f4_e2m1 or u4",
                             to_string(dtype)));
+  if (is_four_bit(dtype) && (spec.hidden % kMxGroup != 0 || spec.intermediate % kMxGroup != 0))
+    throw Error(
+        ErrorCode::kInvalidArgument,
+        fmt::format("weights of dtype {} were asked for, which have a scale for {} columns; "
+                    "hidden {} and intermediate {} must be multiples of that",
+                    to_string(dtype), kMxGroup, spec.hidden, spec.intermediate));
   if (spec.routing.method == RoutingMethod::kHash && vocabulary < 1)
     throw Error(
         ErrorCode::kInvalidArgument,

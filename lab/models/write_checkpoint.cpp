@@ -131,12 +131,11 @@ class LayerWriter {
     add_matrix(base_ + module + ".weight", tensor);
     if (tensor.num_scales() == 0) return;
     add(fmt::format("{}{}.{}", base_, module, names_.scale_suffix), "F32",
-        {tensor.scale_rows(), tensor.scale_cols()},
-        static_cast<std::uint64_t>(tensor.num_scales()) * sizeof(float),
+        {tensor.scale_rows(), tensor.scale_cols()}, tensor.scale_bytes(),
         [tensor](SafetensorsWriter& writer) {
-          std::vector<float> scales(static_cast<std::size_t>(tensor.num_scales()));
+          Bytes scales(static_cast<std::size_t>(tensor.scale_bytes()));
           fill_scales(tensor, scales.data());
-          writer.append(std::as_bytes(std::span(scales)));
+          writer.append(scales);
         });
   }
 

@@ -118,6 +118,9 @@ void decode_elements(const void* data, DType dtype, std::int64_t count, std::int
     case DType::kI32:
     case DType::kI64:
     case DType::kU8:
+    case DType::kF4E2M1:
+    case DType::kU4:
+    case DType::kF8E8M0:
       break;
   }
   throw Error(ErrorCode::kDTypeMismatch,
@@ -127,10 +130,45 @@ void decode_elements(const void* data, DType dtype, std::int64_t count, std::int
 
 }  // namespace
 
+double f4e2m1_to_double(std::uint8_t code) {
+  constexpr std::array kMagnitudes = {0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0};
+  const double magnitude = kMagnitudes[code & 7];
+  return (code & 8) != 0 ? -magnitude : magnitude;
+}
+
+namespace {
+
+double scale_to_double(const void* scales, DType dtype, std::int64_t i) {
+  if (dtype == DType::kF8E8M0) {
+    const int code = static_cast<const std::uint8_t*>(scales)[i];
+    return code == 255 ? std::numeric_limits<double>::quiet_NaN() : std::ldexp(1.0, code - 127);
+  }
+  double value = 0;
+  decode_elements(static_cast<const std::byte*>(scales) + bytes_of(dtype, i), dtype, 1, 1, &value);
+  return value;
+}
+
+void decode_four_bit_row(const MatrixView& matrix, std::int64_t r, double* out) {
+  const auto* const codes = static_cast<const std::uint8_t*>(matrix.row(r));
+  const std::int64_t first = r / matrix.scale_rows * matrix.scale_stride;
+  for (std::int64_t c = 0; c < matrix.cols; ++c) {
+    const std::int64_t at = first + c / matrix.scale_cols;
+    const int code = c % 2 == 0 ? codes[c / 2] & 15 : codes[c / 2] >> 4;
+    const int zero = matrix.zero == nullptr ? 8 : matrix.zero[at];
+    const double value = matrix.dtype == DType::kU4
+                             ? code - zero
+                             : f4e2m1_to_double(static_cast<std::uint8_t>(code));
+    out[c] = value * scale_to_double(matrix.scale, matrix.scale_dtype, at);
+  }
+}
+
+}  // namespace
+
 void decode_row(const MatrixView& matrix, std::int64_t r, double* out) {
+  if (is_four_bit(matrix.dtype)) return decode_four_bit_row(matrix, r, out);
   decode_elements(matrix.row(r), matrix.dtype, matrix.cols, matrix.col_stride, out);
   if (matrix.scale == nullptr) return;
-  const float* scales = matrix.scale + (r / matrix.scale_rows) * matrix.scale_stride;
+  const auto* const scales = static_cast<const float*>(matrix.row_scale(r));
   for (std::int64_t c = 0; c < matrix.cols; ++c) out[c] *= double{scales[c / matrix.scale_cols]};
 }
 

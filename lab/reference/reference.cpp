@@ -81,7 +81,7 @@ void check_matrix(const std::string& name, const MatrixView& matrix, std::int64_
                 fmt::format("{} is [{}, {}]{}, expected [{}, {}]", name, matrix.rows, matrix.cols,
                             matrix.empty() ? " without data" : "", rows, cols));
   }
-  if (!is_floating(matrix.dtype)) {
+  if (!is_floating(matrix.dtype) && !is_four_bit(matrix.dtype)) {
     throw Error(ErrorCode::kDTypeMismatch, fmt::format("{} is {}, expected a floating-point matrix",
                                                        name, to_string(matrix.dtype)));
   }

@@ -90,6 +90,24 @@ SWITCHYARD_ALWAYS_INLINE std::uint8_t f32_to_f8e4m3(float value) {
   return static_cast<std::uint8_t>(sign | select(a > 0x7f800000u, 0x7fu, finite));
 }
 
+// OCP FP4 E2M1: no infinity, no NaN. Only the low four bits of `code` count.
+SWITCHYARD_ALWAYS_INLINE float f4e2m1_to_f32(std::uint8_t code) {
+  const std::uint32_t sign = static_cast<std::uint32_t>(code & 8u) << 28;
+  const std::uint32_t low = code & 7u;
+  const std::uint32_t normal = (low << 22) + (126u << 23);
+  const std::uint32_t subnormal = select(low == 0, 0u, std::bit_cast<std::uint32_t>(0.5f));
+  return std::bit_cast<float>(sign | select(low < 2, subnormal, normal));
+}
+
+// Rounds to nearest, halfway cases away from zero, saturating at +-6. A NaN becomes a zero.
+SWITCHYARD_ALWAYS_INLINE std::uint8_t f32_to_f4e2m1(float value) {
+  const std::uint32_t bits = std::bit_cast<std::uint32_t>(value);
+  const float a = std::bit_cast<float>(bits & 0x7fffffffu);
+  const int code = (a >= 0.25f) + (a >= 0.75f) + (a >= 1.25f) + (a >= 1.75f) + (a >= 2.5f) +
+                   (a >= 3.5f) + (a >= 5.0f);
+  return static_cast<std::uint8_t>(((bits >> 28) & 8u) | static_cast<std::uint32_t>(code));
+}
+
 // 2^(code - 127), or NaN for 0xff: the exponent-only scales of MX formats and DeepSeek-V4.
 SWITCHYARD_ALWAYS_INLINE float f8e8m0_to_f32(std::uint8_t code) {
   const std::uint32_t normal = static_cast<std::uint32_t>(code) << 23;

@@ -61,6 +61,12 @@ const char* to_string(DType dtype) {
       return "i64";
     case DType::kU8:
       return "u8";
+    case DType::kF4E2M1:
+      return "f4_e2m1";
+    case DType::kU4:
+      return "u4";
+    case DType::kF8E8M0:
+      return "f8_e8m0";
   }
   return "unknown";
 }

@@ -12,6 +12,10 @@ const char* short_name(DType dtype) {
       return "f16";
     case DType::kF8E4M3:
       return "fp8";
+    case DType::kF4E2M1:
+      return "mxfp4";
+    case DType::kU4:
+      return "int4";
     default:
       return to_string(dtype);
   }

@@ -43,8 +43,8 @@ float scale_value(const sy_tensor& scale, std::int64_t index) {
 MatrixView slice(const sy_tensor& tensor, DType dtype, std::int64_t expert) {
   MatrixView view;
   // Elements that are not there have no address, and an empty view would mean an absent tensor.
-  view.data = static_cast<const std::byte*>(tensor.data) +
-              expert * tensor.strides[0] * static_cast<std::int64_t>(size_of(dtype));
+  view.data =
+      static_cast<const std::byte*>(tensor.data) + bytes_of(dtype, expert * tensor.strides[0]);
   view.dtype = dtype;
   view.rows = tensor.shape[1];
   view.cols = tensor.shape[2];
@@ -205,6 +205,10 @@ DType dtype_of(const char* name, sy_dtype dtype) {
       return DType::kI64;
     case SY_U8:
       return DType::kU8;
+    case SY_F4_E2M1:
+      return DType::kF4E2M1;
+    case SY_U4:
+      return DType::kU4;
     case SY_F8_E8M0:
       throw Error(ErrorCode::kDTypeMismatch,
                   fmt::format("{} is f8_e8m0, which only scales may be", name));
@@ -231,6 +235,12 @@ sy_dtype to_c(DType dtype) {
       return SY_I64;
     case DType::kU8:
       return SY_U8;
+    case DType::kF4E2M1:
+      return SY_F4_E2M1;
+    case DType::kU4:
+      return SY_U4;
+    case DType::kF8E8M0:
+      return SY_F8_E8M0;
   }
   return SY_DTYPE_NONE;
 }

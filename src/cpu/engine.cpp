@@ -243,6 +243,7 @@ Engine::Engine(const World& world, const LayerSpec& spec, const MoeWeights& weig
   layer_.spec = spec;
   place_experts(options.placement);
   validate(spec, weights, own_places(), num_places());
+  check_values(weights, own_places());
   if (!weights.router.empty()) routing::check_routable(spec);
   if (spec.top_k > protocol::kMaxTopK || world.size() > protocol::kMaxRanks) {
     throw Error(
@@ -339,6 +340,7 @@ void Engine::rebind(const MoeWeights& weights, const ExpertPlacement* placement)
     agree_on_placement(world_.fabric(), *placement);
   }
   validate(spec(), weights, own_places(), num_places());
+  check_values(weights, own_places());
   require_same_weights(weights_, weights, layer_.compute,
                        resolve_compute(weights, options_.compute));
   weights_ = weights;
@@ -504,7 +506,7 @@ void Engine::prepare_token(const MatrixView& x, std::int64_t token) {
   auto* const scales = reinterpret_cast<float*>(row + layer_.heap.scale_offset());
   if (x.dtype == DType::kF8E4M3) {
     std::memcpy(codes, x.row(token), static_cast<std::size_t>(x.cols));
-    std::copy_n(x.scale + token * x.scale_stride,
+    std::copy_n(x.f32_scale() + token * x.scale_stride,
                 protocol::ceil_div<std::int64_t>(x.cols, kQuantGroup), scales);
   } else {
     kernels().quantize(reinterpret_cast<const std::uint16_t*>(pass_.x_row(token)), codes, scales,

@@ -287,7 +287,7 @@ void Engine::put_token(const MatrixView& tokens, std::uint32_t token, std::byte*
   std::memcpy(to, codes, bytes);
   if (scale_bytes == 0) return;
   const void* const scales =
-      as_is ? static_cast<const void*>(tokens.scale + token * tokens.scale_stride)
+      as_is ? static_cast<const void*>(tokens.f32_scale() + token * tokens.scale_stride)
             : prepared(token) + bytes;
   std::memcpy(to + heap_.scale_offset(), scales, scale_bytes);
 }

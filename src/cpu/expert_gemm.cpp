@@ -65,13 +65,17 @@ ExpertGemm::WeightRows ExpertGemm::weight_rows(const MatrixView& weight, const W
       }
       in = column_.data();
     }
-    if (weight.dtype == DType::kF8E4M3) {
+    if (is_four_bit(weight.dtype)) {
+      kernels_.dequantize_four_bit(
+          weight, in, weight.row_scale(row),
+          weight.zero == nullptr ? nullptr : weight.zero + row * weight.scale_stride,
+          cols / weight.scale_cols, out, dtype());
+    } else if (weight.dtype == DType::kF8E4M3) {
       static constexpr float kUnscaled = 1;
       const bool scaled = weight.scale != nullptr;
-      kernels_.dequantize(
-          static_cast<const std::uint8_t*>(in),
-          scaled ? weight.scale + row / weight.scale_rows * weight.scale_stride : &kUnscaled,
-          scaled ? weight.scale_cols : cols, out, dtype(), cols);
+      kernels_.dequantize(static_cast<const std::uint8_t*>(in),
+                          scaled ? static_cast<const float*>(weight.row_scale(row)) : &kUnscaled,
+                          scaled ? weight.scale_cols : cols, out, dtype(), cols);
     } else {
       kernels_.convert(in, weight.dtype, out, dtype(), cols, 1);
     }

@@ -202,8 +202,8 @@ void GroupedGemmEngine::Worker::gather(const Call& call, std::size_t tile_index)
 void GroupedGemmEngine::Worker::read_row(const MatrixView& x, std::int64_t row, std::byte* to) {
   const std::int64_t k = problem_.spec.k;
   if (x.dtype == DType::kF8E4M3) {
-    gemm_.unpack(static_cast<const std::uint8_t*>(x.row(row)), x.scale + row * x.scale_stride, k, 1,
-                 to);
+    gemm_.unpack(static_cast<const std::uint8_t*>(x.row(row)), x.f32_scale() + row * x.scale_stride,
+                 k, 1, to);
     return;
   }
   const void* in = x.row(row);

@@ -24,6 +24,12 @@ struct Kernels {
   void (*dequantize)(const std::uint8_t* in, const float* scales, std::int64_t scale_cols,
                      void* out, DType out_dtype, std::int64_t count);
 
+  // `groups` groups of a row of a four-bit matrix, which begin with the matrix's first column:
+  // out[i] = value of the element, as MatrixView has it. `scales` and `zero`: of the row.
+  void (*dequantize_four_bit)(const MatrixView& matrix, const void* codes, const void* scales,
+                              const std::uint8_t* zero, std::int64_t groups, void* out,
+                              DType out_dtype);
+
   // One row in groups of kQuantGroup, the last of which may be shorter: a scale for each, and for
   // each value its FP8 code.
   void (*quantize)(const std::uint16_t* in_bf16, std::uint8_t* codes, float* scales,

@@ -105,6 +105,37 @@ void dequantize(const std::uint8_t* in, const float* scales, std::int64_t scale_
   });
 }
 
+inline float scale_value(const void* scales, DType dtype, std::int64_t i) {
+  switch (dtype) {
+    case DType::kF8E8M0:
+      return f8e8m0_to_f32(static_cast<const std::uint8_t*>(scales)[i]);
+    case DType::kBF16:
+      return bf16_to_f32(static_cast<const std::uint16_t*>(scales)[i]);
+    case DType::kF16:
+      return f16_to_f32(static_cast<const std::uint16_t*>(scales)[i]);
+    default:
+      return static_cast<const float*>(scales)[i];
+  }
+}
+
+void dequantize_four_bit(const MatrixView& matrix, const void* codes, const void* scales,
+                         const std::uint8_t* zero, std::int64_t groups, void* out,
+                         DType out_dtype) {
+  const std::int64_t size = matrix.scale_cols;
+  const bool is_float = matrix.dtype == DType::kF4E2M1;
+  const auto* const in = static_cast<const std::uint8_t*>(codes);
+  with_dtype(out_dtype, [&]<DType kOut>() {
+    for (std::int64_t group = 0; group < groups; ++group) {
+      const float scale = scale_value(scales, matrix.scale_dtype, group);
+      const float offset = zero == nullptr ? 8.0f : static_cast<float>(zero[group]);
+      for (std::int64_t i = group * size; i < (group + 1) * size; i += kLanes) {
+        const Words four = load_four_bits(in + i / 2);
+        store<kOut>(out, i, (is_float ? f4e2m1_values(four) : u4_values(four) - offset) * scale);
+      }
+    }
+  });
+}
+
 void quantize(const std::uint16_t* in, std::uint8_t* codes, float* scales, std::int64_t count) {
   for (std::int64_t begin = 0; begin < count; begin += kQuantGroup) {
     const std::int64_t end = begin + kQuantGroup < count ? begin + kQuantGroup : count;
@@ -316,6 +347,7 @@ extern const Kernels table;
 const Kernels table = {SWITCHYARD_NAME_OF(SWITCHYARD_ISA),
                        convert,
                        dequantize,
+                       dequantize_four_bit,
                        quantize,
                        activate,
                        scatter,

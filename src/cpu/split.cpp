@@ -110,8 +110,7 @@ std::chrono::nanoseconds patience_for(const LayerState& layer) {
     const FfnWeights& w = *layer.experts[0].weights;
     for (const MatrixView* matrix : {&w.gate, &w.up, &w.down}) {
       if (matrix->empty()) continue;
-      bytes += static_cast<double>(matrix->rows * matrix->cols) *
-               static_cast<double>(size_of(matrix->dtype));
+      bytes += static_cast<double>(bytes_of(matrix->dtype, matrix->rows * matrix->cols));
     }
   }
   const std::chrono::nanoseconds reading(static_cast<std::int64_t>(bytes / kBytesPerNanosecond));

@@ -118,6 +118,26 @@ inline Floats load_f8e4m3(const std::uint8_t* p) {
   return bits<Floats>(sign | ((low == 0x7f) ? (Words{} + 0x7fc00000) : finite));
 }
 
+// kLanes codes of four bits: the first of each byte is its low half.
+template <std::size_t... j>
+inline Words load_four_bits(const std::uint8_t* p, std::index_sequence<j...>) {
+  Bytes v = {};
+  __builtin_memcpy(&v, p, kLanes / 2);
+  const Words pairs = __builtin_convertvector(__builtin_shufflevector(v, v, int(j) / 2 ...), Words);
+  return (pairs >> Words{(j % 2 * 4)...}) & 15;
+}
+inline Words load_four_bits(const std::uint8_t* p) {
+  return load_four_bits(p, std::make_index_sequence<kLanes>());
+}
+inline Floats u4_values(Words codes) { return __builtin_convertvector(bits<Ints>(codes), Floats); }
+// OCP FP4 E2M1, as f4e2m1_to_f32() of base/convert.h.
+inline Floats f4e2m1_values(Words codes) {
+  const Words low = codes & 7;
+  const Words normal = (low << 22) + (126u << 23);
+  const Words subnormal = (low == 1) ? (Words{} + 0x3f000000u) : Words{};
+  return bits<Floats>(((codes & 8) << 28) | ((low < 2) ? subnormal : normal));
+}
+
 // e^x by 2^n * p(r), |r| <= ln 2 / 2, p the degree-6 Taylor polynomial: relative error below 2e-7.
 // Saturates outside [-87, 88]; NaN stays NaN.
 inline Floats exp(Floats x) {

@@ -22,7 +22,8 @@ struct Obstacle {
 };
 
 bool takes_part(const MatrixView& matrix) {
-  return matrix.empty() || is_block_form(matrix) || is_row_form(matrix);
+  return matrix.empty() || is_block_form(matrix) || is_row_form(matrix) ||
+         matrix.dtype == DType::kF4E2M1;
 }
 
 Obstacle find_obstacle(const std::string& name, const FfnWeights& ffn) {
@@ -66,6 +67,7 @@ void require_fp8(const Obstacle& obstacle) {
 }
 
 DType by_weights(const Obstacle& obstacle, DType weight) {
+  if (is_four_bit(weight)) return DType::kBF16;
   if (obstacle.matrix == nullptr) return DType::kF8E4M3;
   return weight == DType::kF32 || weight == DType::kF16 ? DType::kF32 : DType::kBF16;
 }

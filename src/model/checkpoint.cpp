@@ -601,7 +601,7 @@ class LayerLoader {
       return;
     }
     if (block == 1 || (step == 1 && first % block == 0)) {
-      view.scale += first / block * both.scale_stride;
+      view.scale = both.row_scale(first);
       if (block == 1) view.scale_stride = step * both.scale_stride;
       return;
     }
@@ -616,8 +616,9 @@ class LayerLoader {
     owner_->scales.emplace_back(new float[static_cast<std::size_t>(count * columns)]);
     float* const copied = owner_->scales.back().get();
     for (std::int64_t r = 0; r < count; ++r)
-      std::copy_n(both.scale + (first + r * view.scale_rows * step) / block * both.scale_stride,
-                  columns, copied + r * columns);
+      std::copy_n(
+          both.f32_scale() + (first + r * view.scale_rows * step) / block * both.scale_stride,
+          columns, copied + r * columns);
     view.scale = copied;
     view.scale_stride = columns;
   }

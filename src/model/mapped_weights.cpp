@@ -16,6 +16,7 @@ MappedWeights::MappedWeights(const MoeWeights& weights) {
     for (const MatrixView* const view : {&ffn.gate, &ffn.up, &ffn.down}) {
       add(view->data);
       add(view->scale);
+      add(view->zero);
     }
     for (const VectorView* const view : {&ffn.gate_bias, &ffn.up_bias, &ffn.down_bias})
       add(view->data);

@@ -60,11 +60,12 @@ void check_ffn(const std::string& name, const FfnWeights& ffn, bool gated, bool 
 
 std::uint64_t matrix_bytes(const MatrixView& view) {
   if (view.empty()) return 0;
-  std::uint64_t bytes = static_cast<std::uint64_t>(view.rows * view.cols) * size_of(view.dtype);
+  auto bytes = static_cast<std::uint64_t>(bytes_of(view.dtype, view.rows * view.cols));
   if (view.scale) {
     const std::int64_t scale_rows = (view.rows + view.scale_rows - 1) / view.scale_rows;
     const std::int64_t scale_cols = (view.cols + view.scale_cols - 1) / view.scale_cols;
-    bytes += static_cast<std::uint64_t>(scale_rows * scale_cols) * sizeof(float);
+    const std::size_t each = size_of(view.scale_dtype) + (view.zero == nullptr ? 0 : 1);
+    bytes += static_cast<std::uint64_t>(scale_rows * scale_cols) * each;
   }
   return bytes;
 }
@@ -152,6 +153,10 @@ void validate(const LayerSpec& spec, const MoeWeights& weights, ExpertRange own,
       check_hash_table(weights.hash_table, spec.top_k);
   } else {
     check_matrix("router", weights.router, spec.num_experts, spec.hidden);
+    if (is_four_bit(weights.router.dtype))
+      throw Error(ErrorCode::kDTypeMismatch,
+                  fmt::format("router is {}; only experts may be of four bits, convert it to bf16",
+                              to_string(weights.router.dtype)));
     check_optional("router_bias", weights.router_bias, spec.router_bias, spec.num_experts);
     check_optional("correction_bias", weights.correction_bias, spec.routing.has_correction_bias,
                    spec.num_experts);
@@ -181,6 +186,13 @@ void validate(const LayerSpec& spec, const MoeWeights& weights, ExpertRange own,
             fmt::format("{} has a {} matrix where experts[{}].up is {}; all routed experts of a "
                         "layer must share one dtype, convert them",
                         name, to_string(view->dtype), first, to_string(dtype)));
+    const MatrixView& one = weights.experts[static_cast<std::size_t>(first)].up;
+    for (const MatrixView* view : {&expert.gate, &expert.up, &expert.down})
+      if (is_four_bit(dtype) && !view->empty() && four_bit_form(*view) != four_bit_form(one))
+        throw Error(ErrorCode::kDTypeMismatch,
+                    fmt::format("{} has a matrix of {} where experts[{}].up is {}; all routed "
+                                "experts of a layer must share one form, convert them",
+                                name, four_bit_form(*view), first, four_bit_form(one)));
   }
   if (spec.shared_intermediate > 0) {
     check_ffn("shared", weights.shared, spec.activation.gated, false, spec.hidden,
@@ -193,6 +205,17 @@ void validate(const LayerSpec& spec, const MoeWeights& weights, ExpertRange own,
                     "shared_intermediate",
                     weights.shared.up.rows, weights.shared.up.cols));
   }
+}
+
+void check_values(const MoeWeights& weights, ExpertRange own) {
+  const auto check = [](const std::string& name, const FfnWeights& ffn) {
+    for (const auto& [part, view] :
+         {std::pair{"gate", &ffn.gate}, {"up", &ffn.up}, {"down", &ffn.down}})
+      if (!view->empty()) check_four_bit_values(fmt::format("{}.{}", name, part), *view);
+  };
+  for (int e = own.begin; e < own.end; ++e)
+    check(fmt::format("experts[{}]", e), weights.experts[static_cast<std::size_t>(e)]);
+  check("shared", weights.shared);
 }
 
 std::uint64_t touched_weight_bytes(const MoeWeights& weights,

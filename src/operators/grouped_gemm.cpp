@@ -55,6 +55,7 @@ void check_spec(const GroupedGemmSpec& spec) {
 }
 
 std::string form_of(const MatrixView& m) {
+  if (is_four_bit(m.dtype)) return four_bit_form(m);
   return m.dtype == DType::kF8E4M3 ? fmt::format("{} with a scale per {} x {}", to_string(m.dtype),
                                                  m.scale_rows, m.scale_cols)
                                    : to_string(m.dtype);
@@ -378,6 +379,9 @@ struct GroupedGemm::Engine {
         options(o),
         compute(resolve_compute(weights.matrices, o.compute, o.backend)) {
     if (o.backend == Backend::kCpu) {
+      for (std::size_t e = 0; e < weights.matrices.size(); ++e) {
+        check_four_bit_values(fmt::format("matrices[{}]", e), weights.matrices[e]);
+      }
       cpu = std::make_unique<cpu::GroupedGemmEngine>(s, weights, compute, o.num_threads);
       return;
     }

@@ -177,7 +177,7 @@ TEST(Fp8Activations, ScalesOfTheCaller) {
     std::memcpy(&codes[static_cast<std::size_t>(t * kStride)], quantised.view().row(t), 320);
     for (std::int64_t g = 0; g < 3; ++g) {
       scales[static_cast<std::size_t>(t * kScales + g)] =
-          quantised.view().scale[t * 3 + g] * static_cast<float>(t + g + 1);
+          quantised.view().f32_scale()[t * 3 + g] * static_cast<float>(t + g + 1);
     }
   }
   ForwardInput input;

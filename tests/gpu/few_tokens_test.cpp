@@ -176,10 +176,10 @@ TEST_F(GpuFewTokensInFp8, SeeRefreshedScales) {
   std::vector<const float*> next;
   for_each_matrix(changing, [&](MatrixView& m) {
     const auto count = static_cast<std::size_t>((m.rows + 127) / 128 * m.scale_stride);
-    m.scale = scales.emplace_back(m.scale, m.scale + count).data();
+    m.scale = scales.emplace_back(m.f32_scale(), m.f32_scale() + count).data();
   });
   MoeWeights targets = other.get();
-  for_each_matrix(targets, [&](MatrixView& m) { next.push_back(m.scale); });
+  for_each_matrix(targets, [&](MatrixView& m) { next.push_back(m.f32_scale()); });
   DeviceLayer layer(spec, changing, 2);
   EXPECT_FALSE(layer.run(batch, DType::kBF16).output == expected.output);
   for (std::size_t i = 0; i < scales.size(); ++i) {

@@ -57,7 +57,7 @@ double element(const MatrixView& view, std::int64_t r, std::int64_t c) {
     case DType::kF8E4M3:
       return static_cast<double>(f8e4m3_to_f32(static_cast<std::uint8_t>(*at))) *
              static_cast<double>(
-                 view.scale[r / view.scale_rows * view.scale_stride + c / view.scale_cols]);
+                 view.f32_scale()[r / view.scale_rows * view.scale_stride + c / view.scale_cols]);
     case DType::kI64:
       std::memcpy(&integer, at, 8);
       return static_cast<double>(integer);
@@ -519,7 +519,7 @@ TEST_F(DamagedCheckpoint, OtherScaleFormsAreUnderstood) {
   const MoeWeights weights = load();
   const FfnWeights& expert = weights.experts[0];
   const auto scale = [](const MatrixView& m, std::int64_t r, std::int64_t c) {
-    return m.scale[r / m.scale_rows * m.scale_stride + c / m.scale_cols];
+    return m.f32_scale()[r / m.scale_rows * m.scale_stride + c / m.scale_cols];
   };
   EXPECT_EQ(scale(expert.gate, 135, 143), 0.5f);
   EXPECT_EQ(scale(expert.up, 0, 143), 0.0f);

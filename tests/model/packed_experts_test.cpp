@@ -146,7 +146,7 @@ class PackedExperts : public ::testing::Test {
         static_cast<std::size_t>(r * view.row_stride + c * view.col_stride) * size_of(view.dtype);
     if (view.dtype == DType::kF8E4M3)
       return f8e4m3_to_f32(static_cast<std::uint8_t>(*at)) *
-             view.scale[r / view.scale_rows * view.scale_stride + c / view.scale_cols];
+             view.f32_scale()[r / view.scale_rows * view.scale_stride + c / view.scale_cols];
     float result = 0;
     std::memcpy(&result, at, sizeof result);
     return result;

@@ -344,7 +344,7 @@ struct Fused {
       std::vector<float>& scales = floats.emplace_back();
       for (const bool first : {true, false}) {
         const float* const from =
-            (first == (order == GateOrder::kGateUp) ? expert.gate : expert.up).scale;
+            (first == (order == GateOrder::kGateUp) ? expert.gate : expert.up).f32_scale();
         scales.insert(scales.end(), from, from + rows / 128 * view.scale_stride);
       }
       view.scale = scales.data();

@@ -224,8 +224,8 @@ inline int wrong_rows(const ExchangeBatch& batch, int rank, const RowLayout& lay
                  static_cast<std::size_t>(batch.spec.hidden) * size_of(batch.spec.dispatch)) == 0,
              name + " is another token");
       if (token.scale == nullptr) continue;
-      expect(std::memcmp(&got.scales[at * groups], token.scale + whose.token * token.scale_stride,
-                         4 * groups) == 0,
+      expect(std::memcmp(&got.scales[at * groups],
+                         token.f32_scale() + whose.token * token.scale_stride, 4 * groups) == 0,
              name + " has other scales");
     }
     expect(got.ends[e] == packed, "end of expert " + std::to_string(e));

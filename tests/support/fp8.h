@@ -117,7 +117,7 @@ class Rescaled {
     std::mt19937_64 random(8);
     std::uniform_int_distribution<int> exponent(-spread, spread);
     for_each_matrix(weights_, [&](MatrixView& m) {
-      const float typical = m.scale[0];
+      const float typical = m.f32_scale()[0];
       m.scale_rows = scale_rows == 0 ? m.rows : scale_rows;
       m.scale_cols = scale_cols == 0 ? m.cols : scale_cols;
       m.scale_stride = (m.cols + m.scale_cols - 1) / m.scale_cols;

@@ -108,7 +108,8 @@ class Matrix {
     const MatrixView from = rows_from(first, count);
     if (count == 0) return some;
     std::memcpy(some.bytes_.data(), from.data, some.bytes_.size());
-    if (from.scale != nullptr) std::copy_n(from.scale, some.scales_.size(), some.scales_.begin());
+    if (from.scale != nullptr)
+      std::copy_n(from.f32_scale(), some.scales_.size(), some.scales_.begin());
     return some;
   }
   void* row(std::int64_t r) {

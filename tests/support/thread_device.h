@@ -81,7 +81,7 @@ class ThreadDevice final : public StagingDevice {
                       scales = static_cast<std::size_t>(rows.scale_stride) * sizeof(float);
     for (std::int64_t r = 0; r < x.rows; ++r, to += pitch) {
       std::memcpy(to, rows.row(r), width);
-      std::memcpy(to + width, rows.scale + r * rows.scale_stride, scales);
+      std::memcpy(to + width, rows.f32_scale() + r * rows.scale_stride, scales);
     }
   }
   void lend(std::byte*, std::size_t) override {}

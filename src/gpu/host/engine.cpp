@@ -52,6 +52,10 @@ KernelEntry choose_kernel(const World& world, const LayerSpec& spec, const MoeWe
   validate(options.placement, spec.num_experts);
   const int places = options.placement.num_places(spec.num_experts);
   validate(spec, weights, own_experts(places, world.rank(), world.size()), places);
+  for (const FfnWeights& expert : weights.experts) {
+    if (!expert.up.empty()) require_multiplied(expert.up);
+  }
+  if (!weights.shared.up.empty()) require_multiplied(weights.shared.up);
   const DType compute = resolve_compute(weights, options.compute);
   // Weights that need fp32 are computed in bf16, unless the caller asked for fp32: that is refused.
   const bool rounds = compute == DType::kF32 && !options.compute;
@@ -485,7 +489,7 @@ void Engine::forward(const ForwardInput& input, const ForwardOutput& output) {
   call.x = x.data;
   call.x_stride = x.row_stride;
   call.x_type = x.dtype;
-  call.x_scales = x.scale;
+  call.x_scales = x.f32_scale();
   call.x_scale_stride = x.scale_stride;
   call.tokens = static_cast<std::uint32_t>(x.rows);
   call.capacity = expert_capacity(spec_, x.rows);

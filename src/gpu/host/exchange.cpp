@@ -339,7 +339,7 @@ void Engine::send(const DispatchInput& input, Handle& handle, DispatchReceive* e
   DispatchSend call{};
   call.tokens = static_cast<const std::byte*>(tokens.data);
   call.token_stride = tokens.row_stride * element;
-  call.scales = tokens.scale;
+  call.scales = tokens.f32_scale();
   call.scale_stride = tokens.scale_stride;
   call.count = static_cast<std::uint32_t>(tokens.rows);
   call.wire_bytes = static_cast<std::uint32_t>(problem_.token_bytes());

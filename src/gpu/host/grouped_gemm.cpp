@@ -98,7 +98,7 @@ FfnWeights as_ffn(const GroupedGemmSpec& spec, const MatrixView& matrix, const V
             "GPU use an order and an n in which {} rows of gate stand together",
             matrix.scale_rows, matrix.scale_rows));
       }
-      rows.scale = matrix.scale + first / matrix.scale_rows * matrix.scale_stride;
+      rows.scale = matrix.f32_scale() + first / matrix.scale_rows * matrix.scale_stride;
       if (in_turn) rows.scale_stride = 2 * matrix.scale_stride;
     }
     values = bias;
@@ -285,7 +285,7 @@ void GroupedGemmEngine::State::describe_rows(const GroupedInput& input, GroupedC
       call.index_in = static_cast<const std::int32_t*>(input.index.data());
       call.x_rows = static_cast<std::uint32_t>(x.rows);
     }
-    call.x_scales = x.scale;
+    call.x_scales = x.f32_scale();
     call.scale_stride = x.scale_stride;
     return;
   }
@@ -306,7 +306,7 @@ void GroupedGemmEngine::State::describe_rows(const GroupedInput& input, GroupedC
   prepare.type = x.dtype;
   prepare.x_stride = x.row_stride;
   prepare.x_rows = x.rows;
-  prepare.x_scales = x.scale;
+  prepare.x_scales = x.f32_scale();
   prepare.scale_stride = x.scale_stride;
   prepare.index = static_cast<const std::int32_t*>(input.index.data());
   prepare.num_experts = spec.num_experts;

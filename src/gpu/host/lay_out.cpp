@@ -12,17 +12,24 @@
 #include "switchyard/error.h"
 
 namespace switchyard::gpu {
-namespace {
 
-void require_floating(const MatrixView& m) {
+void require_multiplied(const MatrixView& m) {
   if (m.dtype == DType::kF32 || m.dtype == DType::kBF16 || m.dtype == DType::kF16 ||
       m.dtype == DType::kF8E4M3) {
     return;
+  }
+  if (is_four_bit(m.dtype)) {
+    throw Error(ErrorCode::kUnsupported,
+                fmt::format("weights are {}, which the GPU engine does not multiply yet; use the "
+                            "backend cpu, or convert them to f8_e4m3 or bf16",
+                            to_string(m.dtype)));
   }
   throw Error(ErrorCode::kDTypeMismatch,
               fmt::format("weights are {}; the GPU engine takes bf16, f16, f32 and f8_e4m3",
                           to_string(m.dtype)));
 }
+
+namespace {
 
 // Returns any element of a matrix in host memory.
 float element(const MatrixView& m, std::int64_t r, std::int64_t c) {
@@ -45,7 +52,7 @@ float element(const MatrixView& m, std::int64_t r, std::int64_t c) {
     default: {
       const float value = f8e4m3_to_f32(static_cast<std::uint8_t>(*at));
       if (m.scale == nullptr) return value;
-      return value * m.scale[r / m.scale_rows * m.scale_stride + c / m.scale_cols];
+      return value * m.f32_scale()[r / m.scale_rows * m.scale_stride + c / m.scale_cols];
     }
   }
 }
@@ -145,7 +152,7 @@ const void* WeightLayout::reachable(const void* from, std::size_t bytes) {
 }
 
 void WeightLayout::copy(const MatrixView& from, void* to, DType to_type, std::int64_t to_stride) {
-  require_floating(from);
+  require_multiplied(from);
   const MatrixCopy copy{from, to, to_type, to_stride, 0};
   if (residence_of(from.data) == Residence::kHere) return add(copy);
   from_host_.push_back(copy);
@@ -153,14 +160,14 @@ void WeightLayout::copy(const MatrixView& from, void* to, DType to_type, std::in
 
 void WeightLayout::copy_plane(const MatrixView& from, std::uint16_t* to, std::int64_t to_stride,
                               int plane) {
-  require_floating(from);
+  require_multiplied(from);
   add({from, to, DType::kBF16, to_stride, plane});
 }
 
 void WeightLayout::copy(const VectorView& from, float* to) {
   if (from.empty()) return;
   const MatrixView row{from.data, from.dtype, 1, from.size, from.size, from.stride};
-  require_floating(row);
+  require_multiplied(row);
   add({row, to, DType::kF32, from.size, 0});
 }
 

@@ -11,6 +11,10 @@
 
 namespace switchyard::gpu {
 
+// Throws Error{kUnsupported} for weights of four bits, which no kernel multiplies, and
+// Error{kDTypeMismatch} for others that are not floats.
+void require_multiplied(const MatrixView& matrix);
+
 // A copy of one matrix into rows of another type. Pointers are device pointers.
 struct MatrixCopy {
   MatrixView from;               // bf16, f16, f32 or f8_e4m3, with any strides

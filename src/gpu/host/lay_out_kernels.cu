@@ -39,7 +39,8 @@ __device__ float element(const MatrixCopy& copy, std::int64_t row, std::int64_t 
   value.__x = code;
   const float unscaled = static_cast<float>(value);
   if (m.scale == nullptr) return unscaled;
-  return unscaled * m.scale[row / m.scale_rows * m.scale_stride + column / m.scale_cols];
+  return unscaled * static_cast<const float*>(
+                        m.scale)[row / m.scale_rows * m.scale_stride + column / m.scale_cols];
 }
 
 __device__ void store(const MatrixCopy& copy, std::int64_t row, std::int64_t column, float value) {
@@ -85,7 +86,8 @@ __global__ void copy_matrices(const MatrixCopy* list) {
 }
 
 __device__ float scale_at(const MatrixView& m, std::int64_t row, std::int64_t column) {
-  return m.scale[row / m.scale_rows * m.scale_stride + column / m.scale_cols];
+  return static_cast<const float*>(
+      m.scale)[row / m.scale_rows * m.scale_stride + column / m.scale_cols];
 }
 
 __global__ void copy_scales(const ScaleCopy* list) {
