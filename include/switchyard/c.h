@@ -141,8 +141,8 @@ enum {
   SY_I64 = 6,
   SY_U8 = 7,
   SY_F8_E8M0 = 8,  // 2^(code - 127): scales only
-  // Of four bits, two to a byte, the even column in the low half; shapes and strides count
-  // elements. Weights only.
+  // Weights only. Two elements share a byte: the even column has the low half. Shapes and strides
+  // count elements.
   SY_F4_E2M1 = 9,  // MXFP4
   SY_U4 = 10       // INT4: 0 to 15
 };

@@ -17,7 +17,7 @@ enum class DType : std::uint8_t {
   kI32,
   kI64,
   kU8,
-  // Of four bits, two to a byte: the element of the even column in the low half. Weights only.
+  // Types of four bits, for weights only. Two share a byte: the even column has the low half.
   kF4E2M1,  // 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives: MXFP4
   kU4,      // 0 to 15: INT4, whose 0 is 8 unless the matrix has zero points
   // 2^(code - 127), and NaN for 255. Scales of four-bit matrices only.

@@ -19,7 +19,7 @@ bool is_float(DType dtype) {
 
 namespace {
 
-// What scales of a four-bit type look like.
+// The scales that a four-bit type has.
 struct FourBitRules {
   std::string_view format;
   std::initializer_list<DType> scales;
