@@ -410,10 +410,17 @@ TEST_F(DamagedCheckpoint, WrongDType) {
 TEST_F(DamagedCheckpoint, QuantizedFormatsAreUnsupportedNotMissing) {
   write("gpt-oss-20b");
   rewrite([](TensorInfo& info, auto&) {
-    if (info.name.ends_with("gate_up_proj")) info.name += "_blocks";
+    if (info.name.ends_with("gate_up_proj")) info.name += ".qweight";
     return true;
   });
-  EXPECT_ERROR(load(), ErrorCode::kUnsupported, "gate_up_proj_blocks", "4-bit", "bf16");
+  EXPECT_ERROR(load(), ErrorCode::kUnsupported, "gate_up_proj.qweight", "cannot read", "bf16");
+  rewrite([](TensorInfo& info, auto&) {
+    if (info.name.ends_with("gate_up_proj.qweight")) {
+      info.name.replace(info.name.size() - 8, 8, "_blocks");
+    }
+    return true;
+  });
+  EXPECT_ERROR(load(), ErrorCode::kUnsupported, "gate_up_proj_blocks", "says nothing", "bf16");
 }
 
 TEST_F(DamagedCheckpoint, UnusableDTypeIsUnsupported) {
@@ -425,7 +432,8 @@ TEST_F(DamagedCheckpoint, UnusableDTypeIsUnsupported) {
     }
     return true;
   });
-  EXPECT_ERROR(load(), ErrorCode::kUnsupported, "experts.0.w1.weight", "I8", "convert", "bf16");
+  EXPECT_ERROR(load(), ErrorCode::kUnsupported, "experts.0.w1.weight", "four bits", "convert",
+               "bf16");
 }
 
 TEST_F(DamagedCheckpoint, MissingScale) {

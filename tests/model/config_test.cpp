@@ -527,7 +527,10 @@ TEST(Config, QuantizationIsReadOrItsKeyIsNamed) {
       {R"("quant_method": "fp8")", nullptr},
       {R"("quant_method": "fp8", "activation_scheme": "static")", "activation_scheme"},
       {R"("quant_method": "fp8", "fmt": "e5m2")", "fmt"},
-      {R"("quant_method": "fp8", "expert_dtype": "fp4")", "expert_dtype"},
+      {R"("quant_method": "fp8", "expert_dtype": "fp4")", nullptr},
+      {R"("quant_method": "fp8", "expert_dtype": "fp5")", "expert_dtype"},
+      {R"("quant_method": "mxfp4", "modules_to_not_convert": null)", nullptr},
+      {R"("quant_method": "mxfp4", "group_size": 32)", "group_size"},
       {R"("quant_method": "fp8", "rotation": "hadamard")", "rotation"},
       {R"("quant_method": "modelopt", "quant_algo": "FP8")", "quant_method"},
       {R"("weight_block_size": [128, 128])", "quant_method"},
@@ -553,7 +556,8 @@ TEST(Config, QuantizationIsReadOrItsKeyIsNamed) {
        nullptr},
       {group(weights) + R"(, "sparsity_config": {"format": "sparse-24-bitmask"})",
        "sparsity_config.format"},
-      {R"("quant_method": "compressed-tensors", "format": "pack-quantized")", "format"},
+      {R"("quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized")", "format"},
+      {R"("quant_method": "compressed-tensors", "format": "pack-quantized")", "config_groups"},
   };
   for (const auto& [json, problem] : kCases) {
     SCOPED_TRACE(json);
