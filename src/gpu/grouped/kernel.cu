@@ -1,5 +1,5 @@
 // The kernel of GroupedGemm, compiled once for each of: no activation, a plain one, a gated one.
-// The build sets SWITCHYARD_CONFIG (BF16Grouped, F16Grouped or FP8Grouped), SWITCHYARD_GATED and
+// The build sets SWITCHYARD_CONFIG (BF16Grouped, FP8Grouped, and so on), SWITCHYARD_GATED and
 // SWITCHYARD_ACTIVATES (true or false).
 #include "gpu/grouped/kernel.cuh"
 

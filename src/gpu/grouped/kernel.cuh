@@ -31,6 +31,12 @@ struct F16Grouped : F16Tiles {
 struct FP8Grouped : FP8Tiles {
   static constexpr bool kMayGather = true;
 };
+struct MXFP4Grouped : MXFP4Tiles {
+  static constexpr bool kMayGather = true;
+};
+struct INT4Grouped : INT4Tiles {
+  static constexpr bool kMayGather = true;
+};
 
 template <typename C>
 struct GroupedStorage {
@@ -212,9 +218,9 @@ __global__ void __launch_bounds__(kThreads, 1)
       const WeightMaps& maps = kActivates ? ffn.gemm1_maps : ffn.gemm2_maps;
       constexpr int kGroups = kTileRows / kRowGroup / (kMeets ? 2 : 1);
       while (tasks.next(task)) {
-        const WeightSource source{task.one_tile != 0 ? maps.once : maps.again,
-                                  kMeets && kBoxes<C> != 1, kGroups,
-                                  task.one_tile != 0 ? kEvictFirst : kEvictLast, nullptr};
+        WeightSource source{task.one_tile != 0 ? maps.once : maps.again, kMeets && kBoxes<C> != 1,
+                            kGroups, task.one_tile != 0 ? kEvictFirst : kEvictLast, nullptr};
+        if constexpr (kFourBit<C>) source.boxes = weight_boxes<C>(params, params.hidden, task);
         if (!load_weights(pipeline, pipeline.ring(), source, task, place, false,
                           [](std::uint32_t) {})) {
           break;

@@ -80,6 +80,8 @@ GroupedEntry grouped_entry();
 struct BF16Grouped;
 struct F16Grouped;
 struct FP8Grouped;
+struct MXFP4Grouped;
+struct INT4Grouped;
 
 // Rows that have to be gathered, converted or quantised before they can be multiplied: into packed
 // order, in bf16 or fp16, or in E4M3 with scales.

@@ -52,14 +52,26 @@ KernelEntry choose_kernel(const World& world, const LayerSpec& spec, const MoeWe
   validate(options.placement, spec.num_experts);
   const int places = options.placement.num_places(spec.num_experts);
   validate(spec, weights, own_experts(places, world.rank(), world.size()), places);
+  const FfnWeights* given = nullptr;
   for (const FfnWeights& expert : weights.experts) {
-    if (!expert.up.empty()) require_multiplied(expert.up);
+    if (expert.up.empty()) continue;
+    require_multiplied(expert.up);
+    given = &expert;
   }
-  if (!weights.shared.up.empty()) require_multiplied(weights.shared.up);
   const DType compute = resolve_compute(weights, options.compute);
   // Weights that need fp32 are computed in bf16, unless the caller asked for fp32: that is refused.
   const bool rounds = compute == DType::kF32 && !options.compute;
-  return find_kernel(spec.activation, rounds ? DType::kBF16 : compute, options.diagnostics.trace);
+  if (given != nullptr && is_four_bit(given->up.dtype)) {
+    require_boxes(given->up, compute);
+    if (spec.shared_intermediate > 0) {
+      unsupported(
+          "the experts are of four bits and there is a shared expert; kernels for GPUs multiply "
+          "experts of one type, so leave it out of the layer, or use the backend cpu");
+    }
+    return find_kernel(spec.activation, given->up.dtype, compute, options.diagnostics.trace);
+  }
+  const DType type = rounds ? DType::kBF16 : compute;
+  return find_kernel(spec.activation, type, type, options.diagnostics.trace);
 }
 
 class Engine final : public LayerEngine {
@@ -449,7 +461,7 @@ std::uint64_t Engine::patience_ns_for(std::int64_t tokens) const {
                         (params_.shared.gemm1_rows + params_.shared.intermediate);
   return static_cast<std::uint64_t>(patience_ns(
       {tokens, num_places(), spec_.top_k, world_.size(),
-       params_.local_experts * expert * policy().numerics.weight_bytes(),
+       params_.local_experts * expert * policy().numerics.weight_bits() / 8,
        static_cast<double>(tokens) * (spec_.top_k * expert + shared), policy().numerics.scaled()}));
 }
 

@@ -27,9 +27,9 @@ FewWeights describe(const WeightArray& array, const float* scales) {
 }  // namespace
 
 bool few_tokens_serve(const LayerParams& layer, const CallParams& call, const PolicyFacts& policy) {
-  return layer.heaps.size() == 1 && call.given_ids != nullptr && !call.gated &&
-         call.x_type == DType::kBF16 && call.y_type == DType::kBF16 && !call.accumulate &&
-         call.capacity == kNoCapacity && layer.cells_per_token == layer.top_k &&
+  return !policy.numerics.four_bit() && layer.heaps.size() == 1 && call.given_ids != nullptr &&
+         !call.gated && call.x_type == DType::kBF16 && call.y_type == DType::kBF16 &&
+         !call.accumulate && call.capacity == kNoCapacity && layer.cells_per_token == layer.top_k &&
          !layer.weight_on_input && layer.ring.words == nullptr && call.trace.records == nullptr &&
          few_tokens_fit(
              call.tokens, layer.top_k, layer.hidden, layer.routed.intermediate,

@@ -45,26 +45,28 @@ GroupedEntry entry_of(const GroupedGemmSpec& spec) {
   return spec.epilogue->gated ? grouped_entry<C, true, true>() : grouped_entry<C, false, true>();
 }
 
-// Finds a compiled kernel.
-GroupedEntry entry_of(const GroupedGemmSpec& spec, DType compute) {
+// Finds a compiled kernel. `type`: that of four-bit weights, else the one that is computed in.
+GroupedEntry entry_of(const GroupedGemmSpec& spec, DType type) {
   std::string types;
-#define SWITCHYARD_GROUPED(config, type)                \
-  if (compute == (type)) return entry_of<config>(spec); \
-  types += (types.empty() ? "" : ", ") + std::string(to_string(type));
+#define SWITCHYARD_GROUPED(config, its_type)             \
+  if (type == (its_type)) return entry_of<config>(spec); \
+  types += (types.empty() ? "" : ", ") + std::string(to_string(its_type));
 #include "gpu/grouped_list.inc"
 #undef SWITCHYARD_GROUPED
   unsupported(
       fmt::format("GroupedGemm computes in {} here, and on the GPU this build has kernels for {}; "
                   "set compute to one of them, use Backend::kCpu, or see "
                   "SWITCHYARD_GPU_GROUPED_TYPES in src/gpu/CMakeLists.txt",
-                  to_string(compute), types));
+                  to_string(type), types));
 }
 
 // The facts that a tile's multiplication needs. fp16 differs from bf16 in the operands' type alone.
-PolicyFacts policy_of(DType compute) {
-  if (compute == DType::kF8E4M3) return facts_of<FP8Policy>();
+PolicyFacts policy_of(DType type) {
+  if (type == DType::kF8E4M3) return facts_of<FP8Policy>();
+  if (type == DType::kF4E2M1) return facts_of<MXFP4Policy>();
+  if (type == DType::kU4) return facts_of<INT4Policy>();
   PolicyFacts facts = facts_of<BF16Policy>();
-  facts.numerics = Numerics::stored_as(compute);
+  facts.numerics = Numerics::stored_as(type);
   return facts;
 }
 
@@ -98,7 +100,7 @@ FfnWeights as_ffn(const GroupedGemmSpec& spec, const MatrixView& matrix, const V
             "GPU use an order and an n in which {} rows of gate stand together",
             matrix.scale_rows, matrix.scale_rows));
       }
-      rows.scale = matrix.f32_scale() + first / matrix.scale_rows * matrix.scale_stride;
+      rows.scale = matrix.row_scale(first);
       if (in_turn) rows.scale_stride = 2 * matrix.scale_stride;
     }
     values = bias;
@@ -325,8 +327,11 @@ void GroupedGemmEngine::State::describe_rows(const GroupedInput& input, GroupedC
 GroupedGemmEngine::GroupedGemmEngine(const GroupedGemmSpec& spec, const GroupedGemmWeights& weights,
                                      DType compute, const GroupedGemmOptions& options) {
   const int device = checked_device(options);
-  const GroupedEntry entry = entry_of(spec, compute);
-  const PolicyFacts policy = policy_of(compute);
+  const MatrixView& one = weights.matrices.front();
+  if (is_four_bit(one.dtype)) require_boxes(one, compute);
+  const DType type = is_four_bit(one.dtype) ? one.dtype : compute;
+  const GroupedEntry entry = entry_of(spec, type);
+  const PolicyFacts policy = policy_of(type);
   require_multiple("k", spec.k, policy.alignment());
   require_multiple("the number of output columns", spec.output_columns(), 8);
   const DeviceScope scope(device);

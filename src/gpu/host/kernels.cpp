@@ -6,21 +6,22 @@
 
 namespace switchyard::gpu {
 
-KernelEntry find_kernel(const Activation& activation, DType compute, bool traced) {
+KernelEntry find_kernel(const Activation& activation, DType weights, DType compute, bool traced) {
   const bool is_silu = activation.kind == ActivationKind::kSilu;
   // Kernels for SiLU only come first.
-#define SWITCHYARD_KERNEL(policy, silu, is_gated)                                \
-  if (compute == policy::kNumerics.token.compute && traced == policy::kTraced && \
-      (is_silu || !(silu)) && activation.gated == (is_gated)) {                  \
-    return kernel_entry<policy, silu, is_gated>();                               \
+#define SWITCHYARD_KERNEL(policy, silu, is_gated)                                                  \
+  if (weights == policy::kNumerics.weight.storage && compute == policy::kNumerics.token.compute && \
+      traced == policy::kTraced && (is_silu || !(silu)) && activation.gated == (is_gated)) {       \
+    return kernel_entry<policy, silu, is_gated>();                                                 \
   }
 #include "gpu/kernel_list.inc"
 #undef SWITCHYARD_KERNEL
   throw Error(
       ErrorCode::kUnsupported,
-      fmt::format("no {}kernel was compiled for a {} {} FFN with '{}'; see src/gpu/CMakeLists.txt",
-                  traced ? "traced " : "", to_string(compute), activation.gated ? "gated" : "plain",
-                  name_of(activation)));
+      fmt::format("no {}kernel was compiled for a {} FFN of {} weights and {} tokens with '{}'; "
+                  "see src/gpu/CMakeLists.txt",
+                  traced ? "traced " : "", activation.gated ? "gated" : "plain", to_string(weights),
+                  to_string(compute), name_of(activation)));
 }
 
 }  // namespace switchyard::gpu

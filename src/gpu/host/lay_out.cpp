@@ -8,6 +8,7 @@
 
 #include "base/convert.h"
 #include "gpu/host/cuda_error.h"
+#include "gpu/tile/four_bit.h"
 #include "protocol/partition.h"
 #include "switchyard/error.h"
 
@@ -15,18 +16,32 @@ namespace switchyard::gpu {
 
 void require_multiplied(const MatrixView& m) {
   if (m.dtype == DType::kF32 || m.dtype == DType::kBF16 || m.dtype == DType::kF16 ||
-      m.dtype == DType::kF8E4M3) {
+      m.dtype == DType::kF8E4M3 || is_four_bit(m.dtype)) {
     return;
   }
-  if (is_four_bit(m.dtype)) {
+  throw Error(
+      ErrorCode::kDTypeMismatch,
+      fmt::format("weights are {}; the GPU engine takes bf16, f16, f32, f8_e4m3, f4_e2m1 and "
+                  "u4",
+                  to_string(m.dtype)));
+}
+
+void require_boxes(const MatrixView& m, DType compute) {
+  const auto refuse = [&](const std::string& why) {
     throw Error(ErrorCode::kUnsupported,
-                fmt::format("weights are {}, which the GPU engine does not multiply yet; use the "
-                            "backend cpu, or convert them to f8_e4m3 or bf16",
-                            to_string(m.dtype)));
+                fmt::format("weights are {}, and {}; use the backend cpu, or convert the weights "
+                            "to f8_e4m3 or bf16",
+                            to_string(m.dtype), why));
+  };
+  if (compute != DType::kBF16) {
+    refuse(fmt::format("kernels for GPUs multiply them with tokens in bf16, not {}",
+                       to_string(compute)));
   }
-  throw Error(ErrorCode::kDTypeMismatch,
-              fmt::format("weights are {}; the GPU engine takes bf16, f16, f32 and f8_e4m3",
-                          to_string(m.dtype)));
+  if (m.dtype != DType::kU4) return;
+  if (m.scale_dtype != DType::kBF16) {
+    refuse(fmt::format("kernels for GPUs take scales of bf16, not {}", to_string(m.scale_dtype)));
+  }
+  if (m.zero != nullptr) refuse("kernels for GPUs take no zero points");
 }
 
 namespace {
@@ -137,6 +152,38 @@ void copy_from_host(const MatrixCopy& copy, cudaStream_t stream) {
   if (!rows.empty()) SWITCHYARD_CUDA(cudaStreamSynchronize(stream));
 }
 
+std::int64_t most_boxes(std::span<const BoxCopy> copies) {
+  std::int64_t most = 0;
+  for (const BoxCopy& copy : copies) {
+    most = std::max(most, std::int64_t{copy.boxes} * copy.k_blocks);
+  }
+  return most;
+}
+
+// Four-bit codes and scales come to memory of this device as they are, and kernels make boxes of
+// them there.
+void make_boxes_from_host(const BoxCopy& copy, cudaStream_t stream) {
+  BoxCopy here = copy;
+  std::vector<DeviceBuffer> staged;
+  const auto stage = [&](const void* from, std::int64_t bytes) -> const void* {
+    staged.emplace_back(static_cast<std::size_t>(bytes));
+    SWITCHYARD_CUDA(cudaMemcpyAsync(staged.back().data(), from, static_cast<std::size_t>(bytes),
+                                    cudaMemcpyDefault, stream));
+    return staged.back().data();
+  };
+  for (int half = 0; half < copy.halves; ++half) {
+    MatrixView& m = here.from[half];
+    if (m.rows == 0) continue;
+    m.data = stage(m.data, bytes_of(m.dtype, (m.rows - 1) * m.row_stride + m.cols));
+    m.scale = stage(m.scale,
+                    bytes_of(m.scale_dtype, (m.rows - 1) * m.scale_stride + m.cols / m.scale_cols));
+  }
+  const DeviceBuffer list = uploaded(std::vector<BoxCopy>{here});
+  enqueue_boxes(reinterpret_cast<const BoxCopy*>(list.data()), 1, here.from[0].dtype,
+                most_boxes({&here, 1}), stream);
+  SWITCHYARD_CUDA(cudaStreamSynchronize(stream));
+}
+
 }  // namespace
 
 const void* WeightLayout::reachable(const void* from, std::size_t bytes) {
@@ -196,7 +243,48 @@ void WeightLayout::copy_scales(ScaleCopy scales) {
   scales_.push_back(scales);
 }
 
+void WeightLayout::copy_boxes(BoxCopy boxes, std::vector<std::string> names) {
+  if (bad_scale_.bytes() == 0) {
+    bad_scale_ = DeviceBuffer(sizeof(unsigned long long));
+    SWITCHYARD_CUDA(cudaMemset(bad_scale_.data(), 0xff, bad_scale_.bytes()));
+  }
+  boxes.bad = reinterpret_cast<unsigned long long*>(bad_scale_.data());
+  boxes.number = static_cast<std::uint32_t>(box_names_.size());
+  box_names_.push_back(std::move(names));
+  bool here = true;
+  for (int half = 0; half < boxes.halves; ++half) {
+    const MatrixView& m = boxes.from[half];
+    here = here && residence_of(m.data) == Residence::kHere &&
+           residence_of(m.scale) == Residence::kHere;
+  }
+  if (!here) {
+    boxes_from_host_.push_back(boxes);
+    return;
+  }
+  reads_device_ = true;
+  boxes_.push_back(boxes);
+}
+
+void WeightLayout::require_good_scales() const {
+  if (box_names_.empty()) return;
+  unsigned long long packed = 0;
+  SWITCHYARD_CUDA(cudaMemcpy(&packed, bad_scale_.data(), sizeof packed, cudaMemcpyDeviceToHost));
+  if (packed == ~0ull) return;
+  const BadScale bad = unpack_bad_scale(packed);
+  const std::string place = fmt::format("{}'s scale of row {}, group {} of its columns",
+                                        box_names_[bad.number][bad.half], bad.row, bad.group);
+  if (bad.code == 255) {
+    throw Error(ErrorCode::kInvalidArgument,
+                fmt::format("{} is NaN; the checkpoint is damaged, download it again", place));
+  }
+  throw Error(ErrorCode::kUnsupported,
+              fmt::format("{} is 2^{}; kernels for GPUs take scales up to 2, use the backend cpu, "
+                          "or convert the weights to bf16",
+                          place, static_cast<int>(bad.code) - 127));
+}
+
 void WeightLayout::finish() {
+  boxes_on_device_ = uploaded(boxes_);
   copies_on_device_ = uploaded(copies_);
   scales_on_device_ = uploaded(scales_);
 }
@@ -208,6 +296,10 @@ void WeightLayout::run(void* stream) const {
         cudaMemcpyAsync(staged.to.data(), staged.from, staged.to.bytes(), cudaMemcpyDefault, on));
   }
   for (const MatrixCopy& copy : from_host_) copy_from_host(copy, on);
+  for (const BoxCopy& copy : boxes_from_host_) make_boxes_from_host(copy, on);
+  enqueue_boxes(reinterpret_cast<const BoxCopy*>(boxes_on_device_.data()), boxes_.size(),
+                boxes_.empty() ? DType::kF4E2M1 : boxes_[0].from[0].dtype, most_boxes(boxes_),
+                stream);
   enqueue_copies(reinterpret_cast<const MatrixCopy*>(copies_on_device_.data()), copies_.size(),
                  most_tiles_, stream);
   enqueue_scales(reinterpret_cast<const ScaleCopy*>(scales_on_device_.data()), scales_.size(),

@@ -4,16 +4,20 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <string>
 #include <vector>
 
+#include "base/host_device.h"
 #include "gpu/device.h"
 #include "switchyard/tensor.h"
 
 namespace switchyard::gpu {
 
-// Throws Error{kUnsupported} for weights of four bits, which no kernel multiplies, and
-// Error{kDTypeMismatch} for others that are not floats.
+// Throws Error{kDTypeMismatch} for weights that are neither floats nor of four bits.
 void require_multiplied(const MatrixView& matrix);
+// Throws Error{kUnsupported} for weights of four bits that kernels do not multiply with tokens in
+// `compute`: only bf16, and of INT4 only bf16 scales without zero points.
+void require_boxes(const MatrixView& matrix, DType compute);
 
 // A copy of one matrix into rows of another type. Pointers are device pointers.
 struct MatrixCopy {
@@ -41,6 +45,18 @@ struct ScaleCopy {
   int rows = 0;
 };
 
+// Boxes of four-bit weights (tile/four_bit.h): of one matrix, or of gate and up in turn. Pointers
+// are device pointers.
+struct BoxCopy {
+  MatrixView from[2];
+  int halves = 1;
+  std::byte* to = nullptr;
+  std::uint32_t boxes = 0, k_blocks = 0;
+  // The first scale that cannot be laid out, as bad_scale() packs it; all ones: there is none.
+  unsigned long long* bad = nullptr;
+  std::uint32_t number = 0;  // in the list
+};
+
 // A list of what is to be laid out. Kernels read sources in the current device's memory in place;
 // other sources pass through memory of the device.
 class WeightLayout {
@@ -52,15 +68,24 @@ class WeightLayout {
   void copy_plane(const MatrixView& from, std::uint16_t* to, std::int64_t to_stride, int plane);
   void copy(const VectorView& from, float* to);
   void copy_scales(ScaleCopy scales);
+  // Adds boxes of four-bit weights. `names`: of the matrices, for errors.
+  void copy_boxes(BoxCopy boxes, std::vector<std::string> names);
   // Called after the last copy.
   void finish();
 
   // Enqueues all of it. Sources in host memory are read before it returns.
   void run(void* stream) const;
+  // Waits for run(), and throws Error{kInvalidArgument} for a scale of four-bit weights that is NaN
+  // and Error{kUnsupported} for one that is too large, with its place.
+  void require_good_scales() const;
   // Whether run() only enqueues kernels, so that it can be captured in a graph.
-  bool capturable() const { return staged_.empty() && from_host_.empty(); }
+  bool capturable() const {
+    return staged_.empty() && from_host_.empty() && boxes_from_host_.empty();
+  }
   // Whether nothing is laid out.
-  bool empty() const { return copies_.empty() && from_host_.empty() && scales_.empty(); }
+  bool empty() const {
+    return copies_.empty() && from_host_.empty() && scales_.empty() && box_names_.empty();
+  }
   // Whether any source is in memory of the device.
   bool reads_device() const { return reads_device_; }
 
@@ -75,8 +100,10 @@ class WeightLayout {
 
   std::vector<MatrixCopy> copies_, from_host_;
   std::vector<ScaleCopy> scales_;
+  std::vector<BoxCopy> boxes_, boxes_from_host_;
+  std::vector<std::vector<std::string>> box_names_;  // by BoxCopy::number
   std::vector<Staged> staged_;
-  DeviceBuffer copies_on_device_, scales_on_device_;
+  DeviceBuffer copies_on_device_, scales_on_device_, boxes_on_device_, bad_scale_;
   std::int64_t most_tiles_ = 0, most_scales_ = 0;
   bool reads_device_ = false;
 };
@@ -85,5 +112,25 @@ class WeightLayout {
 // scales, that one of them has.
 void enqueue_copies(const MatrixCopy* list, std::size_t count, std::int64_t most, void* stream);
 void enqueue_scales(const ScaleCopy* list, std::size_t count, std::int64_t most, void* stream);
+// `most`: the most boxes, times stages of columns, that one of them has. All are of one type.
+void enqueue_boxes(const BoxCopy* list, std::size_t count, DType type, std::int64_t most,
+                   void* stream);
+
+// A scale that cannot be laid out: of list entry `number`, half `half`.
+struct BadScale {
+  std::uint32_t number, half, row, group, code;
+};
+SWITCHYARD_HOST_DEVICE constexpr unsigned long long pack(const BadScale& bad) {
+  return static_cast<unsigned long long>(bad.number) << 48 |
+         static_cast<unsigned long long>(bad.half) << 47 |
+         static_cast<unsigned long long>(bad.row) << 24 |
+         static_cast<unsigned long long>(bad.group) << 8 | bad.code;
+}
+constexpr BadScale unpack_bad_scale(unsigned long long packed) {
+  return {static_cast<std::uint32_t>(packed >> 48), static_cast<std::uint32_t>(packed >> 47 & 1),
+          static_cast<std::uint32_t>(packed >> 24 & 0x7fffff),
+          static_cast<std::uint32_t>(packed >> 8 & 0xffff),
+          static_cast<std::uint32_t>(packed & 0xff)};
+}
 
 }  // namespace switchyard::gpu

@@ -11,6 +11,7 @@
 #include "gpu/host/lay_out.h"
 #include "gpu/ptx/machine.h"
 #include "gpu/tile/config.h"
+#include "gpu/tile/four_bit.h"
 #include "protocol/partition.h"
 
 namespace switchyard::gpu {
@@ -115,6 +116,60 @@ __global__ void copy_scales(const ScaleCopy* list) {
   }
 }
 
+// Each block y makes the boxes of the y-th entry of the list, one of them for one stage at a time.
+template <DType kType>
+__global__ void make_boxes(const BoxCopy* list) {
+  using Box = FourBitBox<kType>;
+  const BoxCopy& copy = list[blockIdx.y];
+  const std::uint32_t total = copy.boxes * copy.k_blocks, lane = threadIdx.x;
+  constexpr std::uint32_t kZero = Box::kIsFloat ? 0 : 8;
+  for (std::uint32_t b = blockIdx.x; b < total; b += gridDim.x) {
+    const std::uint32_t row0 = b / copy.k_blocks * Box::kRows;
+    const std::uint32_t column0 = b % copy.k_blocks * Box::kColumns;
+    std::byte* const to = copy.to + std::size_t{b} * Box::kBytes;
+    const auto code_at = [&](std::uint32_t row, std::uint32_t column) -> std::uint32_t {
+      const BoxRow of = box_row(row0 + row, copy.halves);
+      const MatrixView& m = copy.from[of.half];
+      const std::int64_t c = column0 + column;
+      if (of.row >= m.rows || c >= m.cols) return kZero;
+      const std::uint8_t pair =
+          static_cast<const std::uint8_t*>(m.data)[(of.row * m.row_stride + c) / 2];
+      return c % 2 == 0 ? pair & 15u : pair >> 4;
+    };
+    uint4 words;
+    words.x = box_word<kType>(lane, 0, code_at);
+    words.y = box_word<kType>(lane, 1, code_at);
+    words.z = box_word<kType>(lane, 2, code_at);
+    words.w = box_word<kType>(lane, 3, code_at);
+    reinterpret_cast<uint4*>(to)[lane] = words;
+    // Two rows and two groups of columns for each of 64 pairs of rows.
+    const std::uint32_t pair = lane / 4, of_row = lane % 2, group = lane / 2 % 2;
+    const BoxRow of = box_row(row0 + scales_row(pair) + of_row * 8, copy.halves);
+    const MatrixView& m = copy.from[of.half];
+    const std::int64_t column = column0 + group * Box::kGroup;
+    const bool is_there = of.row < m.rows && column < m.cols;
+    const std::int64_t at = is_there ? of.row * m.scale_stride + column / m.scale_cols : 0;
+    if constexpr (Box::kIsFloat) {
+      const std::uint32_t code = is_there ? static_cast<const std::uint8_t*>(m.scale)[at] : 0;
+      if (code > kMostMxScale) {
+        atomicMin(copy.bad,
+                  pack(BadScale{copy.number, of.half, of.row,
+                                static_cast<std::uint32_t>(column / m.scale_cols), code}));
+      }
+      reinterpret_cast<std::uint8_t*>(to + Box::kScalesAt)[lane] =
+          static_cast<std::uint8_t>(box_scale(code));
+    } else {
+      const std::uint16_t scale =
+          is_there ? static_cast<const std::uint16_t*>(m.scale)[at] : std::uint16_t{0};
+      if ((scale & 0x7fffu) > 0x7f80u) {
+        atomicMin(copy.bad, pack(BadScale{copy.number, of.half, of.row,
+                                          static_cast<std::uint32_t>(column / m.scale_cols), 255}));
+      }
+      reinterpret_cast<std::uint16_t*>(to + Box::kScalesAt)[lane] = scale;
+    }
+  }
+}
+
 constexpr std::int64_t kMostBlocks = 4096;
 
 }  // namespace
@@ -133,6 +188,19 @@ void enqueue_scales(const ScaleCopy* list, std::size_t count, std::int64_t most,
   const dim3 grid(static_cast<unsigned>(std::min(blocks, kMostBlocks)),
                   static_cast<unsigned>(count));
   copy_scales<<<grid, kThreadsOfBlock, 0, static_cast<cudaStream_t>(stream)>>>(list);
+  SWITCHYARD_CUDA(cudaGetLastError());
+}
+
+void enqueue_boxes(const BoxCopy* list, std::size_t count, DType type, std::int64_t most,
+                   void* stream) {
+  if (count == 0 || most == 0) return;
+  const dim3 grid(static_cast<unsigned>(std::min(most, kMostBlocks)), static_cast<unsigned>(count));
+  const auto on = static_cast<cudaStream_t>(stream);
+  if (type == DType::kF4E2M1) {
+    make_boxes<DType::kF4E2M1><<<grid, FourBitBox<DType::kF4E2M1>::kLanes, 0, on>>>(list);
+  } else {
+    make_boxes<DType::kU4><<<grid, FourBitBox<DType::kU4>::kLanes, 0, on>>>(list);
+  }
   SWITCHYARD_CUDA(cudaGetLastError());
 }
 

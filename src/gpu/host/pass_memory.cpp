@@ -332,7 +332,7 @@ std::shared_ptr<switchyard::PassMemory> make_memory(const World& world,
     for (const LayerSpec& spec : specs) {
       const protocol::ExpertPartition experts{spec.num_experts, world.size()};
       PassSizes sizes;
-      sizes.policy = find_kernel(spec.activation, options.compute, false).policy;
+      sizes.policy = find_kernel(spec.activation, options.compute, options.compute, false).policy;
       sizes.num_ranks = world.size();
       sizes.num_places = spec.num_experts;
       sizes.own_places = experts.count(world.rank());

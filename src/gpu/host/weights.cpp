@@ -114,6 +114,37 @@ WeightArray make_array(const PolicyFacts& policy, std::span<const FfnWeights> ex
   return array;
 }
 
+// Boxes of the experts' four-bit matrices in `own`, which `layout` is to fill. The array that is
+// returned has their shape, and no addresses of rows.
+WeightArray make_box_array(const PolicyFacts& policy, std::span<const FfnWeights> experts,
+                           std::span<const Matrices> halves, const char* const* names, int rows,
+                           int columns, DeviceBuffer& own, WeightLayout& layout) {
+  WeightArray array{nullptr,
+                    static_cast<std::int64_t>(experts.size()),
+                    static_cast<int>(halves.size()),
+                    rows,
+                    columns,
+                    0};
+  BoxCopy copy;
+  copy.halves = array.halves;
+  copy.boxes = static_cast<std::uint32_t>(protocol::ceil_div(array.halves * rows, kTileRows));
+  copy.k_blocks =
+      static_cast<std::uint32_t>(protocol::ceil_div(columns, policy.numerics.stage_columns()));
+  const std::size_t of_expert =
+      std::size_t{copy.boxes} * copy.k_blocks * box_bytes(policy.numerics.weight.storage);
+  own = DeviceBuffer(experts.size() * of_expert);
+  for (std::size_t e = 0; e < experts.size(); ++e) {
+    std::vector<std::string> of_halves;
+    for (std::size_t half = 0; half < halves.size(); ++half) {
+      copy.from[half] = experts[e].*halves[half];
+      of_halves.push_back(fmt::format("expert {}'s {}", e, names[half]));
+    }
+    copy.to = own.data() + e * of_expert;
+    layout.copy_boxes(copy, std::move(of_halves));
+  }
+  return array;
+}
+
 // [E, pairs of boxes, K/128, 2, 2]: see FfnParams::gemm1_scales.
 DeviceBuffer block_scales(std::span<const FfnWeights> experts, std::span<const Matrices> halves,
                           const WeightArray& array, WeightLayout& layout) {
@@ -188,6 +219,20 @@ DeviceFfn::DeviceFfn(const PolicyFacts& policy, std::span<const FfnWeights> expe
   const std::span<const Matrices> first = std::span(gate_first).last(gated ? 2 : 1);
   const std::span<const Matrices> second{&down, 1};
   const int width = protocol::round_up(intermediate, policy.alignment());
+  four_bit_ = policy.numerics.four_bit();
+  if (four_bit_) {
+    static constexpr const char* kFirst[] = {"gate", "up"};
+    static constexpr const char* kSecond[] = {"down"};
+    if (!experts[0].up.empty()) {
+      gemm1_ = make_box_array(policy, experts, first, kFirst + (gated ? 0 : 1), width, hidden,
+                              own1_, layout_);
+    }
+    if (!experts[0].down.empty()) {
+      gemm2_ = make_box_array(policy, experts, second, kSecond, hidden, width, own2_, layout_);
+    }
+    finish(experts, hidden, width);
+    return;
+  }
   // Halves with up first are copied: exchanging them in the epilogue takes registers that the
   // kernels do not have (8 to 840 bytes of spills), and a tensor map cannot step backwards.
   if (experts[0].up.empty()) {
@@ -215,27 +260,35 @@ DeviceFfn::DeviceFfn(const PolicyFacts& policy, std::span<const FfnWeights> expe
       down_row_scales_ = row_scales(experts, second, &FfnWeights::down, hidden, layout_);
     }
   }
+  finish(experts, hidden, width);
+}
+
+void DeviceFfn::finish(std::span<const FfnWeights> experts, int hidden, int width) {
   const auto i = static_cast<std::size_t>(width), h = static_cast<std::size_t>(hidden);
   gate_bias_ = biases(experts, &FfnWeights::gate_bias, i, layout_);
   up_bias_ = biases(experts, &FfnWeights::up_bias, i, layout_);
   down_bias_ = biases(experts, &FfnWeights::down_bias, h, layout_);
   layout_.finish();
   layout_.run(nullptr);
+  layout_.require_good_scales();
 }
 
 bool DeviceFfn::borrows() const {
-  return gemm1_.data != own1_.data() || gemm2_.data != own2_.data();
+  return !four_bit_ && (gemm1_.data != own1_.data() || gemm2_.data != own2_.data());
 }
 
 FfnParams DeviceFfn::params() const {
   FfnParams params{};
-  if (gemm1_.num_experts != 0) {
+  params.gemm1_boxes = four_bit_ ? own1_.data() : nullptr;
+  params.gemm2_boxes = four_bit_ ? own2_.data() : nullptr;
+  if (gemm1_.num_experts != 0 && !four_bit_) {
     const bool halves = gemm1_.halves == 2 && gemm1_.element_bytes == 1;
     params.gemm1_maps =
         weight_maps(gemm1_, halves ? BoxOrder::kHalvesInTurn : BoxOrder::kGroupsInTurn);
     params.small_gemm1_map = weight_maps(gemm1_, BoxOrder::kGroupsInTurn).once;
   }
-  if (gemm2_.num_experts != 0) params.gemm2_maps = weight_maps(gemm2_, BoxOrder::kGroupsInTurn);
+  if (gemm2_.num_experts != 0 && !four_bit_)
+    params.gemm2_maps = weight_maps(gemm2_, BoxOrder::kGroupsInTurn);
   const auto floats = [](const DeviceBuffer& buffer) {
     return reinterpret_cast<const float*>(buffer.data());
   };

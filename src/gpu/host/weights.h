@@ -16,8 +16,9 @@ class DeviceFfn {
   // `experts` all have the shape [intermediate, hidden]. Matrices of the policy's type in device
   // memory that lie there as one array, at one distance from expert to expert and between gate and
   // up, are used where they are and must stay there. Others are copied, for bf16 and fp16 from any
-  // type, for FP8 from FP8 of block or row form. Everything may be in either memory. All experts
-  // may lack gate and up, or down.
+  // type, for FP8 from FP8 of block or row form. Four-bit matrices are copied into boxes
+  // (tile/four_bit.h). Everything may be in either memory. All experts may lack gate and up, or
+  // down.
   DeviceFfn() = default;
   DeviceFfn(const PolicyFacts& policy, std::span<const FfnWeights> experts, int hidden,
             int intermediate, bool gated);
@@ -31,6 +32,10 @@ class DeviceFfn {
   const WeightLayout& layout() const { return layout_; }
 
  private:
+  // Lays out biases, and all that was added before.
+  void finish(std::span<const FfnWeights> experts, int hidden, int width);
+
+  bool four_bit_ = false;
   WeightArray gemm1_, gemm2_;
   DeviceBuffer own1_, own2_;                  // copies
   DeviceBuffer gemm1_scales_, gemm2_scales_;  // see FfnParams

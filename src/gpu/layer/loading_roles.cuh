@@ -36,7 +36,8 @@ __device__ __forceinline__ void weights_role(const Pass<P>& pass) {
     if constexpr (kScaled<P> && !kJoinedScales<P>) {
       scales = weight_scales<P>(pass.layer, pass.layer.hidden, task);
     }
-    const WeightSource source{map, halves, groups, policy, scales};
+    WeightSource source{map, halves, groups, policy, scales};
+    if constexpr (kFourBit<P>) source.boxes = weight_boxes<P>(pass.layer, pass.layer.hidden, task);
     if (!load_weights(
             pass.pipeline(), ring, source, task, place, rehearsal != 0, [&](std::uint32_t kb) {
               if (kb == 0) {

@@ -74,8 +74,8 @@ struct KernelEntry {
 // object file of its own.
 template <typename P, bool kSilu, bool kGated>
 KernelEntry kernel_entry();
-// Returns the kernel for an activation and a compute type. Throws Error{kUnsupported} if it was not
-// compiled.
-KernelEntry find_kernel(const Activation& activation, DType compute, bool traced);
+// Returns the kernel for an activation, a type of weights and a compute type, that of weights that
+// are not of four bits. Throws Error{kUnsupported} if it was not compiled.
+KernelEntry find_kernel(const Activation& activation, DType weights, DType compute, bool traced);
 
 }  // namespace switchyard::gpu

@@ -43,6 +43,17 @@ struct FP8Policy : FP8Tiles, LargePass {
   static constexpr int kSmallTokens = 32, kSmallLogits = 3072;
 };
 
+struct MXFP4Policy : MXFP4Tiles, LargePass {
+  static constexpr std::uint32_t kStagesAhead = 12;
+  static constexpr std::uint32_t kCopyVectors = 8;
+  static constexpr int kSmallTokens = 32, kSmallLogits = 6144;
+};
+struct INT4Policy : INT4Tiles, LargePass {
+  static constexpr std::uint32_t kStagesAhead = 12;
+  static constexpr std::uint32_t kCopyVectors = 8;
+  static constexpr int kSmallTokens = 32, kSmallLogits = 6144;
+};
+
 // The policy of small passes: few tokens and the smallest tasks.
 template <typename P>
 struct SmallPass : P {
@@ -85,6 +96,10 @@ template struct ValidPolicy<BF16Policy>;
 template struct ValidPolicy<SmallPass<BF16Policy>>;
 template struct ValidPolicy<FP8Policy>;
 template struct ValidPolicy<SmallPass<FP8Policy>>;
+template struct ValidPolicy<MXFP4Policy>;
+template struct ValidPolicy<SmallPass<MXFP4Policy>>;
+template struct ValidPolicy<INT4Policy>;
+template struct ValidPolicy<SmallPass<INT4Policy>>;
 
 // Kernels that record when each role did what.
 template <typename P>
@@ -103,7 +118,9 @@ struct PolicyFacts {
   int small_tokens, small_logits;  // the most that a small pass may have
 
   // The multiple that columns and rows of a matrix are padded to, for the copy engine.
-  int alignment() const { return 16 / numerics.weight_bytes(); }
+  int alignment() const {
+    return numerics.four_bit() ? static_cast<int>(kMxGroup) : 16 / numerics.weight_bytes();
+  }
 };
 template <typename P>
 constexpr PolicyFacts facts_of() {

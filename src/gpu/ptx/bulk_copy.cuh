@@ -70,6 +70,15 @@ __device__ __forceinline__ void load_bytes(std::uint32_t to, const void* from, s
       "l"(from), "r"(bytes), "r"(barrier)
       : "memory");
 }
+// Loads as above; `policy` says how long the L2 cache keeps the bytes.
+__device__ __forceinline__ void load_bytes(std::uint32_t to, const void* from, std::uint32_t bytes,
+                                           std::uint32_t barrier, std::uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+      " [%0], [%1], %2, [%3], %4;" ::"r"(to),
+      "l"(from), "r"(bytes), "r"(barrier), "l"(policy)
+      : "memory");
+}
 __device__ __forceinline__ void store_bytes(void* to, std::uint32_t from, std::uint32_t bytes) {
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(from),
                "r"(bytes)

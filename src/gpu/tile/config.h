@@ -6,6 +6,7 @@
 
 #include "base/quantize.h"
 #include "gpu/pipeline/roles.h"
+#include "gpu/tile/four_bit.h"
 #include "protocol/partition.h"
 #include "switchyard/tensor.h"
 
@@ -41,7 +42,8 @@ struct TileConfig {
 
 // One side of the products: weights or tokens.
 struct Operand {
-  DType storage;  // of the elements in memory and in the ring
+  // The elements in memory and in the ring. Those of four bits come in boxes: see tile/four_bit.h.
+  DType storage;
   DType compute;  // of the elements that the matrix instruction takes
   // An fp32 scale covers so many columns of a token, or so many rows and columns of weights; 0:
   // there are no scales.
@@ -58,7 +60,9 @@ struct Numerics {
     return {operand, operand};
   }
   constexpr bool scaled() const { return token.scale_group != 0; }
+  constexpr bool four_bit() const { return is_four_bit(weight.storage); }
   constexpr int weight_bytes() const { return weight.element_bytes(); }
+  constexpr int weight_bits() const { return four_bit() ? 4 : 8 * weight_bytes(); }
   constexpr int token_bytes() const { return token.element_bytes(); }
   // The columns of a stage: a token has kStageRowBytes of them. A weight row of a narrower type has
   // fewer bytes.
@@ -83,9 +87,17 @@ inline constexpr bool kTokenMajor = C::kTile.orientation == Orientation::kTokenM
 template <typename C>
 inline constexpr std::uint32_t kStageColumns =
     static_cast<std::uint32_t>(C::kNumerics.stage_columns());
+template <typename C>
+inline constexpr bool kFourBit = C::kNumerics.four_bit();
+template <typename C, bool = kFourBit<C>>
+struct BoxOf {
+  static constexpr std::uint32_t kBytes = kTileRows * C::kNumerics.weight_row_bytes();
+};
+template <typename C>
+struct BoxOf<C, true> : FourBitBox<C::kNumerics.weight.storage> {};
 // The bytes of a stage in one box of weights.
 template <typename C>
-inline constexpr std::uint32_t kBoxBytes = kTileRows* C::kNumerics.weight_row_bytes();
+inline constexpr std::uint32_t kBoxBytes = BoxOf<C>::kBytes;
 // True if the blocks of a pair may have different tiles and the same weights. Each then loads half
 // of the boxes.
 template <typename C>
@@ -130,7 +142,9 @@ struct StageLayout {
   static constexpr bool kFixed = kJoinedScales<C>;
   static constexpr bool kFixedCount = kFixed && !kLendsRing<C>;
   static constexpr bool kMayGather = gpu::kMayGather<C>;
-  static constexpr std::uint32_t kTokensAt = kBoxes<C> * kBoxBytes<C>;
+  // (The swizzle wants multiples of 1024.)
+  static constexpr std::uint32_t kTokensAt =
+      protocol::round_up<std::uint32_t>(kBoxes<C> * kBoxBytes<C>, 1024);
   static constexpr std::uint32_t bytes(std::uint32_t height) {
     return kTokensAt + (kFixed ? kMaxHeight<C> : height) * kStageRowBytes;
   }

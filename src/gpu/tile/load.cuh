@@ -32,15 +32,31 @@ __device__ __forceinline__ const float* weight_scales(const ExpertParams& expert
          (at * protocol::ceil_div(depth, kStageColumns<C>) + task.first_k_block) * kWeightScales;
 }
 
+// The task's boxes of four-bit weights from its first stage on.
+template <typename C>
+__device__ __forceinline__ const std::byte* weight_boxes(const ExpertParams& experts, int hidden,
+                                                         const TileTask& task) {
+  const FfnParams& ffn = experts.ffn(task.shared != 0);
+  const bool first = task.kind == TaskKind::kGemm1;
+  const std::uint32_t boxes =
+      protocol::ceil_div<std::uint32_t>(first ? ffn.gemm1_rows : ffn.gemm2_rows, kTileRows);
+  const auto depth = static_cast<std::uint32_t>(first ? hidden : ffn.intermediate);
+  // A block past the last box multiplies what the last one does, and stores nothing.
+  const std::size_t box = std::size_t{task.expert} * boxes + min(task.block, boxes - 1);
+  return (first ? ffn.gemm1_boxes : ffn.gemm2_boxes) +
+         (box * protocol::ceil_div(depth, kStageColumns<C>) + task.first_k_block) * kBoxBytes<C>;
+}
+
 // The place of a task's weights.
 struct WeightSource {
   const CUtensorMap& map;
   // True if a box has rows of gate and then as many of up. It decides which coordinate of the map
   // counts groups of rows.
   bool halves;
-  int groups;            // groups of rows in a box, each with a coordinate of its own
-  std::uint64_t policy;  // how long the L2 cache keeps them
-  const float* scales;   // of the first stage; null if stages hold products of scales
+  int groups;                        // groups of rows in a box, each with a coordinate of its own
+  std::uint64_t policy;              // how long the L2 cache keeps them
+  const float* scales;               // of the first stage; null if stages hold products of scales
+  const std::byte* boxes = nullptr;  // of four-bit weights, in place of the map; see weight_boxes()
 };
 
 // Loads all stages of a task's weights, by one thread. on_stage(kb) is called when the ring has
@@ -69,16 +85,22 @@ __device__ __forceinline__ bool load_weights(const TilePipeline<C>& pipeline,
     on_stage(kb);
     const std::uint32_t full = ring.full_barrier(place.stage);
     arrive_expect_bytes(full, kBoxes<C> * kBoxBytes<C> + kScales);
-    const int k = static_cast<int>((task.first_k_block + kb) * kStageColumns<C>);
+    if constexpr (kFourBit<C>) {
+      static_assert(kBoxes<C> == 1, "blocks of a pair have weights of their own");
+      load_bytes(ring.weights(place.stage), source.boxes + std::size_t{kb} * kBoxBytes<C>,
+                 kBoxBytes<C>, full, source.policy);
+    } else {
+      const int k = static_cast<int>((task.first_k_block + kb) * kStageColumns<C>);
 #pragma unroll
-    for (int i = 0; i < kBoxes<C>; ++i) {
-      // If both blocks of a pair multiply with the same weights, each loads half of them.
-      const bool both = with_two_tiles<C>(task);
-      if (both && i != static_cast<int>(rank_in_pair())) continue;
-      const int group = (static_cast<int>(task.block) * kBoxes<C> + i) * source.groups;
-      load_box(source.map, ring.weights(place.stage) + i * kBoxBytes<C>, full, k,
-               source.halves ? group : 0, source.halves ? 0 : group, static_cast<int>(task.expert),
-               source.policy, both);
+      for (int i = 0; i < kBoxes<C>; ++i) {
+        // If both blocks of a pair multiply with the same weights, each loads half of them.
+        const bool both = with_two_tiles<C>(task);
+        if (both && i != static_cast<int>(rank_in_pair())) continue;
+        const int group = (static_cast<int>(task.block) * kBoxes<C> + i) * source.groups;
+        load_box(source.map, ring.weights(place.stage) + i * kBoxBytes<C>, full, k,
+                 source.halves ? group : 0, source.halves ? 0 : group,
+                 static_cast<int>(task.expert), source.policy, both);
+      }
     }
     if constexpr (kWithScales) {
       load_bytes(ring.weight_scales(place.stage), scales, kScales, full);

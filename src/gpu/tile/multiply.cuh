@@ -5,6 +5,7 @@
 #include "gpu/ptx/cluster.cuh"
 #include "gpu/ptx/wgmma.cuh"
 #include "gpu/tile/config.h"
+#include "gpu/tile/fragments.cuh"
 
 namespace switchyard::gpu {
 
@@ -87,6 +88,18 @@ class Multiplier {
     }
     cute::warpgroup_commit_batch();
   }
+  // Issues the products of weights in registers with the stage's tokens.
+  __device__ __forceinline__ void issue(const Fragments& weights, float (&sums)[N / 2],
+                                        bool accumulate) const {
+    const std::uint32_t tokens = __reduce_max_sync(~0u, matrix_address(ring_.tokens(place_.stage)));
+    cute::warpgroup_arrive();
+#pragma unroll
+    for (int step = 0; step < kStageSteps; ++step) {
+      multiply<N>(weights[step], swizzled_descriptor(tokens + step * kInstructionBytes / 16), sums,
+                  accumulate || step != 0);
+    }
+    cute::warpgroup_commit_batch();
+  }
   __device__ __forceinline__ void await_products(float (&sums)[N / 2]) const {
     await_all_products(sums);
   }
@@ -155,6 +168,48 @@ class StageCount {
   bool at_start_ = true;
 };
 
+// The K loop of a weight-major tile with weights of four bits. While a warpgroup makes fragments of
+// a stage's codes, the other's products are under way. It reads the codes before its own products
+// are complete, where the sums leave registers for them. (Making fragments of them there, too,
+// makes the compiler wait for every instruction: 16 more registers that are written while others
+// are read.)
+template <int N, typename C, typename Started>
+__device__ __forceinline__ void multiply_four_bit(const TilePipeline<C>& pipeline,
+                                                  std::uint32_t k_blocks, RingPlace& place,
+                                                  std::uint32_t group, Started&& started,
+                                                  float (&acc)[N / 2]) {
+  constexpr DType kType = C::kNumerics.weight.storage;
+  constexpr bool kAhead = N <= 224;
+  Multiplier<N, Share::kWeightRows, C> stage(pipeline, place, group);
+  const auto fetch = [&] {
+    stage.await_stage(stage.ready());
+    return load_box_words<kType>(stage.ring().weights(place.stage), group);
+  };
+  Fragments weights;
+  make_fragments<kType>(fetch(), weights);
+  stage.issue(weights, acc, false);
+  started();
+  SWITCHYARD_ROLLED
+  for (std::uint32_t left = k_blocks; --left != 0;) {
+    const std::uint32_t previous = place.stage;
+    stage.advance();
+    if constexpr (kAhead) {
+      const BoxWords words = fetch();
+      stage.await_products(acc);
+      stage.release(previous);
+      make_fragments<kType>(words, weights);
+    } else {
+      stage.await_products(acc);
+      stage.release(previous);
+      make_fragments<kType>(fetch(), weights);
+    }
+    stage.issue(weights, acc, true);
+  }
+  stage.await_products(acc);
+  stage.release(place.stage);
+  stage.advance();
+}
+
 // The K loop of a weight-major tile. `box`: which of a pair of boxes holds the scales of the task's
 // rows. started() is called when the tile's tokens have arrived.
 template <int N, typename C, typename Started>
@@ -162,6 +217,9 @@ __device__ __forceinline__ void multiply_weight_major(const TilePipeline<C>& pip
                                                       std::uint32_t k_blocks, RingPlace& place,
                                                       std::uint32_t group, std::uint32_t box,
                                                       Started&& started, float (&acc)[N / 2]) {
+  if constexpr (kFourBit<C>) {
+    return multiply_four_bit<N>(pipeline, k_blocks, place, group, started, acc);
+  }
   Multiplier<N, Share::kWeightRows, C> stage(pipeline, place, group);
   if constexpr (kScaled<C>) {
     // The products of one stage. This warpgroup scales and sums them while the other warpgroup's

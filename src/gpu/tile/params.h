@@ -43,6 +43,10 @@ struct FfnParams {
   WeightMaps gemm1_maps, gemm2_maps;
   CUtensorMap small_gemm1_map;  // of small passes
   TokenMaps h_maps;             // over h, as wide as I
+  // [E, boxes of rows, K/64] boxes of four-bit weights (tile/four_bit.h), which have no maps. The
+  // rows of a gated first GEMM's box are 8 of gate, 8 of up, and so on.
+  const std::byte* gemm1_boxes = nullptr;
+  const std::byte* gemm2_boxes = nullptr;
   // [E, pairs of boxes, K/128, 2, 2]: the scales of a box's first and second rows, which is gate's
   // and up's for a gated first GEMM; for 128 columns.
   const float* gemm1_scales = nullptr;

@@ -37,6 +37,15 @@ struct F16Tiles : BF16Tiles {
   static constexpr Numerics kNumerics = Numerics::stored_as(DType::kF16);
 };
 
+// Weights of four bits times tokens in bf16: the tiles of bf16, whose weights come to the matrix
+// instruction through registers.
+template <DType kStored>
+struct FourBitTiles : BF16Tiles {
+  static constexpr Numerics kNumerics{{kStored, DType::kBF16, 32}, {DType::kBF16, DType::kBF16, 0}};
+};
+using MXFP4Tiles = FourBitTiles<DType::kF4E2M1>;
+using INT4Tiles = FourBitTiles<DType::kU4>;
+
 // Token-major tiles of 16 to 128 tokens and 256 weight rows, in E4M3 with scales: one for each
 // 128 x 128 weights, one for each 128 columns of a token. A stage is 128 columns deep; the matrix
 // unit sums its products, with few bits, and they are then summed in fp32. The second sum takes its

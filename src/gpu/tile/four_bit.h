@@ -1,0 +1,118 @@
+// Weights of four bits in the order in which the matrix instruction takes them from registers.
+//
+// A box is kTileRows weight rows x a stage's columns: 64 rows for each math warpgroup, cut into the
+// fragments of four instructions. Every thread has 32 codes of a box, 16 bytes, which one load
+// takes to its registers: a word for each instruction, eight codes, two in each register that the
+// instruction wants. Behind the codes are the scales of each warp's 16 rows. The bits of a word
+// stand where few instructions make bf16 of them; see fragment().
+#pragma once
+
+#include <cstdint>
+
+#include "base/host_device.h"
+#include "gpu/ptx/machine.h"
+#include "switchyard/tensor.h"
+
+namespace switchyard::gpu {
+
+template <DType kType>
+struct FourBitBox {
+  static_assert(is_four_bit(kType));
+  static constexpr bool kIsFloat = kType == DType::kF4E2M1;
+  static constexpr std::uint32_t kRows = 128, kColumns = 64, kGroup = 32;
+  static constexpr std::uint32_t kLanes = 256, kLaneBytes = 16;
+  // Scales of rows g and g + 8 of a warp, for each of two groups of columns: a byte each of MXFP4,
+  // bf16 of INT4.
+  static constexpr std::uint32_t kScaleBytes = kIsFloat ? 4 : 8;
+  static constexpr std::uint32_t kScalesAt = kLanes * kLaneBytes;
+  static constexpr std::uint32_t kBytes = kScalesAt + kRows / 2 * kScaleBytes;
+};
+
+constexpr std::uint32_t box_bytes(DType type) {
+  return type == DType::kF4E2M1 ? FourBitBox<DType::kF4E2M1>::kBytes
+                                : FourBitBox<DType::kU4>::kBytes;
+}
+
+// The place of a thread's eight codes of one instruction in the box: code `i` is in half i % 2 of
+// register i / 2.
+struct FragmentPlace {
+  std::uint32_t row, column;  // of the first code
+  // A register has two neighbouring columns. The four are those of the row, of the row 8 below,
+  // and of both again 8 columns on.
+  SWITCHYARD_HOST_DEVICE constexpr std::uint32_t row_of(std::uint32_t i) const {
+    return row + i / 2 % 2 * 8;
+  }
+  SWITCHYARD_HOST_DEVICE constexpr std::uint32_t column_of(std::uint32_t i) const {
+    return column + i / 4 * 8 + i % 2;
+  }
+};
+SWITCHYARD_HOST_DEVICE constexpr FragmentPlace fragment_place(std::uint32_t lane,
+                                                              std::uint32_t step) {
+  return {lane / 32 * 16 + lane % 32 / 4, step * 16 + lane % 4 * 2};
+}
+// The first row, and row 8 below it, of which a box's scales number `i` are.
+SWITCHYARD_HOST_DEVICE constexpr std::uint32_t scales_row(std::uint32_t i) {
+  return i / 8 * 16 + i % 8;
+}
+
+// One code in its place in a word.
+template <DType kType>
+SWITCHYARD_HOST_DEVICE constexpr std::uint32_t place_code(std::uint32_t code, std::uint32_t i) {
+  const std::uint32_t half = i % 2 * 16, reg = i / 2;
+  if constexpr (kType == DType::kU4) {
+    return code << (half + 4 * reg);
+  } else {
+    const std::uint32_t sign = code >> 3, magnitude = code & 7;
+    // The last register's bits fill the gaps that the others leave.
+    if (reg == 3) {
+      return (sign << 14 | (magnitude >> 2) << 13 | (magnitude & 3) << 10) << half;
+    }
+    return (sign << (15 - 3 * reg) | magnitude << (6 - 3 * reg)) << half;
+  }
+}
+
+// The two codes of a register as numbers of bf16: of MXFP4 their values times 2^-126, of INT4 128 +
+// their codes. Both are exact.
+template <DType kType>
+SWITCHYARD_HOST_DEVICE constexpr std::uint32_t fragment(std::uint32_t word, std::uint32_t reg) {
+  if constexpr (kType == DType::kU4) {
+    return (word >> (4 * reg) & 0x000f000fu) | 0x43004300u;
+  } else if (reg == 3) {
+    return (word << 1 & 0x80008000u) | (word >> 5 & 0x01000100u) | (word >> 4 & 0x00c000c0u);
+  } else {
+    // A sign, and the exponent and mantissa at the end of bf16's exponent: 2^126 takes them to
+    // their values, those without an exponent, too.
+    return word << (3 * reg) & 0x81c081c0u;
+  }
+}
+
+// The word of thread `lane` of a box for instruction `step`. code_at(row, column) is a code.
+template <DType kType, typename CodeAt>
+SWITCHYARD_HOST_DEVICE std::uint32_t box_word(std::uint32_t lane, std::uint32_t step,
+                                              CodeAt&& code_at) {
+  const FragmentPlace place = fragment_place(lane, step);
+  std::uint32_t word = 0;
+  for (std::uint32_t i = 0; i < 8; ++i) {
+    word |= place_code<kType>(code_at(place.row_of(i), place.column_of(i)), i);
+  }
+  return word;
+}
+
+// The row of a matrix that stands in row `row` of its boxes, counted over all of them. With two
+// halves 8 rows of gate and 8 rows of up stand in turn.
+struct BoxRow {
+  std::uint32_t half, row;
+};
+SWITCHYARD_HOST_DEVICE constexpr BoxRow box_row(std::uint32_t row, int halves) {
+  if (halves == 1) return {0, row};
+  return {row / 8 % 2, row / 16 * 8 + row % 8};
+}
+
+// The scale of MXFP4 as a byte of a box: the exponent's field of the bf16 that the fragments are
+// multiplied by, 2^126 times the scale. Scales above 2 have none.
+inline constexpr std::uint32_t kMostMxScale = 128;
+SWITCHYARD_HOST_DEVICE constexpr std::uint32_t box_scale(std::uint32_t scale) {
+  return scale + 126;
+}
+
+}  // namespace switchyard::gpu
