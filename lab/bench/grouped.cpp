@@ -93,9 +93,8 @@ struct GpuCopy {
 
   GpuCopy(const GroupedOperands& operands, bool swiglu)
       : weights(uploaded(operands.weights.data(), operands.weights.size())),
-        scales(
-            uploaded(operands.weight_scales.data(), operands.weight_scales.size() * sizeof(float))),
-        gemm(make_gemm(operands, {weights.data(), nullptr, floats(scales), nullptr}, swiglu,
+        scales(uploaded(operands.weight_scales.data(), operands.weight_scales.size())),
+        gemm(make_gemm(operands, {weights.data(), nullptr, scales.data(), nullptr}, swiglu,
                        Backend::kCuda)) {}
 };
 
@@ -226,6 +225,7 @@ std::string name_of(const GroupedPoint& point) {
 
 // As GroupedGemmOptions::compute that is empty: what the operator computes in by its weights.
 DType compute_of(DType weights, Backend backend) {
+  if (is_four_bit(weights)) return DType::kBF16;
   if (weights == DType::kF16) return backend == Backend::kCuda ? DType::kF16 : DType::kF32;
   return weights == DType::kF32 && backend == Backend::kCuda ? DType::kBF16 : weights;
 }

@@ -46,7 +46,7 @@ std::vector<GroupedPoint> with_balancedness(const std::vector<GroupedPoint>& poi
 std::vector<std::int32_t> ends_of(const GroupedPoint& point, std::uint64_t seed);
 
 struct GroupedOptions : RunNote, TimingOptions {
-  DType dtype = DType::kBF16;  // of weights and rows; FP8 rows have a scale per 128 columns
+  DType dtype = DType::kBF16;  // of the matrices; GroupedOperands tells that of the rows
   std::optional<machine::GpuFacts> facts;  // for kCuda: facts given for this run
 };
 

@@ -20,8 +20,6 @@
 namespace switchyard::bench {
 namespace {
 
-constexpr std::int64_t kBlock = 128;
-
 std::int64_t blocks_of(std::int64_t size, std::int64_t block) { return (size + block - 1) / block; }
 
 // Calls body(i) for i from 0 to count - 1, on all processors.
@@ -135,33 +133,32 @@ GroupedOperands::GroupedOperands(int num_experts, int its_n, int its_k, std::int
                                  DType type, std::uint64_t seed)
     : experts(num_experts), n(its_n), k(its_k), rows(num_rows), dtype(type) {
   const auto at = [](std::int64_t a, std::int64_t b) { return static_cast<std::size_t>(a * b); };
-  const std::int64_t matrix = std::int64_t{n} * k;
   const bool fp8 = dtype == DType::kF8E4M3;
-  const std::int64_t scales = fp8 ? blocks_of(n, kBlock) * blocks_of(k, kBlock) : 0;
   const std::int64_t groups = fp8 ? blocks_of(k, kQuantGroup) : 0;
-  weights.resize(at(experts, matrix) * size_of(dtype));
-  weight_scales.resize(at(experts, scales));
-  x.resize(at(rows, k) * size_of(dtype));
-  x_scales.resize(at(rows, groups));
-
   const float deviation = 1 / std::sqrt(static_cast<float>(k));
   const auto expert_matrix = [&](std::int64_t e) {
     return random_tensor(TensorRole::kUp, seed, e, dtype, n, k, deviation);
   };
-  const std::int64_t parts = blocks_of(matrix, kFillBlock);
+  const RandomTensor any = expert_matrix(0);
+  const auto matrix = static_cast<std::int64_t>(any.data_bytes());
+  const auto scales = static_cast<std::int64_t>(any.scale_bytes());
+  weights.resize(at(experts, matrix));
+  weight_scales.resize(at(experts, scales));
+  x.resize(at(rows, k) * size_of(rows_dtype()));
+  x_scales.resize(at(rows, groups));
+
+  const std::int64_t parts = blocks_of(any.size(), kFillBlock);
   for_all(experts * parts, [&](std::int64_t i) {
     const std::int64_t e = i / parts, part = i % parts;
-    fill_block(
-        expert_matrix(e), part,
-        weights.data() + static_cast<std::size_t>(e * matrix + part * kFillBlock) * size_of(dtype));
+    fill_block(expert_matrix(e), part,
+               weights.data() + at(e, matrix) + bytes_of(dtype, part * kFillBlock));
   });
-  for (std::int64_t e = 0; e < experts && fp8; ++e) {
-    fill_scales(expert_matrix(e),
-                reinterpret_cast<std::byte*>(weight_scales.data() + at(e, scales)));
+  for (std::int64_t e = 0; e < experts && scales > 0; ++e) {
+    fill_scales(expert_matrix(e), weight_scales.data() + at(e, scales));
   }
   for_all(rows, [&](std::int64_t row) {
-    std::byte* const out = x.data() + at(row, k) * size_of(dtype);
-    const DType drawn = fp8 ? DType::kF32 : dtype;
+    std::byte* const out = x.data() + at(row, k) * size_of(rows_dtype());
+    const DType drawn = fp8 ? DType::kF32 : rows_dtype();
     // A role that the matrices do not have, so that the values are others.
     const RandomTensor tensor = random_tensor(TensorRole::kRouter, seed, row, drawn, 1, k, 1);
     if (!fp8) return fill(tensor, out);
@@ -177,14 +174,16 @@ GroupedOperands::Addresses GroupedOperands::here() const {
 
 std::vector<MatrixView> GroupedOperands::matrices(const Addresses& at) const {
   std::vector<MatrixView> views;
-  const std::int64_t scale_columns = blocks_of(k, kBlock);
+  const RandomTensor any{.dtype = dtype, .rows = n, .cols = k};
   for (int e = 0; e < experts; ++e) {
-    const auto matrix = static_cast<std::size_t>(e) * static_cast<std::size_t>(std::int64_t{n} * k);
-    MatrixView view{at.weights + matrix * size_of(dtype), dtype, n, k, k};
-    if (dtype == DType::kF8E4M3) {
-      view.scale = at.weight_scales + e * blocks_of(n, kBlock) * scale_columns;
-      view.scale_rows = view.scale_cols = kBlock;
-      view.scale_stride = scale_columns;
+    const auto number = static_cast<std::uint64_t>(e);
+    MatrixView view{at.weights + number * any.data_bytes(), dtype, n, k, k};
+    if (any.is_scaled()) {
+      view.scale = at.weight_scales + number * any.scale_bytes();
+      view.scale_dtype = any.scale_dtype();
+      view.scale_rows = any.block_rows();
+      view.scale_cols = any.block_cols();
+      view.scale_stride = any.scale_cols();
     }
     views.push_back(view);
   }
@@ -192,7 +191,7 @@ std::vector<MatrixView> GroupedOperands::matrices(const Addresses& at) const {
 }
 
 MatrixView GroupedOperands::first_rows(const Addresses& at, std::int64_t count) const {
-  MatrixView view{at.x, dtype, count, k, k};
+  MatrixView view{at.x, rows_dtype(), count, k, k};
   if (dtype == DType::kF8E4M3) {
     view.scale = at.x_scales;
     view.scale_rows = 1;
@@ -204,7 +203,7 @@ MatrixView GroupedOperands::first_rows(const Addresses& at, std::int64_t count) 
 
 std::uint64_t GroupedOperands::matrix_bytes() const {
   const auto count = static_cast<std::uint64_t>(experts);
-  return (weights.size() + weight_scales.size() * sizeof(float)) / count;
+  return (weights.size() + weight_scales.size()) / count;
 }
 
 GroupedAccuracy check_rows(const GroupedOperands& operands, std::span<const std::int32_t> ends,

@@ -11,27 +11,29 @@
 namespace switchyard::bench {
 
 // Matrices [experts, n, k] with values of about N(0, 1 / k), and rows [rows, k] of about N(0, 1).
-// No two matrices and no two rows are equal. FP8 matrices have a scale per 128 x 128, FP8 rows a
-// scale per 128 columns, quantised as layers quantise their tokens.
+// No two matrices and no two rows are equal. Scales of matrices are those of RandomTensor. Rows
+// have the type of the matrices, or bf16 where that has four bits; FP8 rows have a scale per 128
+// columns, quantised as layers quantise their tokens.
 struct GroupedOperands {
   GroupedOperands(int experts, int n, int k, std::int64_t rows, DType dtype, std::uint64_t seed);
 
   // Where the operands are, here or elsewhere.
   struct Addresses {
-    const std::byte *weights = nullptr, *x = nullptr;
-    const float *weight_scales = nullptr, *x_scales = nullptr;
+    const std::byte *weights = nullptr, *x = nullptr, *weight_scales = nullptr;
+    const float* x_scales = nullptr;
   };
   Addresses here() const;
   std::vector<MatrixView> matrices(const Addresses& at) const;  // [experts]
   MatrixView first_rows(const Addresses& at, std::int64_t rows) const;
   std::uint64_t matrix_bytes() const;  // of one expert, with its scales
-  DType output_dtype() const { return dtype == DType::kF8E4M3 ? DType::kBF16 : dtype; }
+  DType rows_dtype() const { return is_four_bit(dtype) ? DType::kBF16 : dtype; }
+  DType output_dtype() const { return dtype == DType::kF8E4M3 ? DType::kBF16 : rows_dtype(); }
 
   int experts, n, k;
   std::int64_t rows;
-  DType dtype;
-  std::vector<std::byte> weights, x;
-  std::vector<float> weight_scales, x_scales;
+  DType dtype;  // of the matrices
+  std::vector<std::byte> weights, x, weight_scales;
+  std::vector<float> x_scales;
 };
 
 struct GroupedAccuracy {

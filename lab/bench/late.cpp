@@ -250,7 +250,8 @@ class Point {
         std::int64_t tokens, const std::vector<Policy>& policies, const std::vector<Way>& ways)
       : options_(options), ways_(ways), tasks_(policies.size()), passes_(ranks()), ids_(ranks()) {
     for (const Policy policy : policies) {
-      problems_.push_back({spec, weights, options.dtype, tokens, policy, options.seed + 1});
+      problems_.push_back(
+          {spec, weights, default_compute(options.dtype), tokens, policy, options.seed + 1});
       worlds_.push_back(World::threads(options.ranks));
     }
     times_.assign(policies.size(), std::vector<Times>(ways.size()));

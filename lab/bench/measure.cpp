@@ -485,6 +485,11 @@ Measured LayerBench::measure(const MatrixView& activations) {
   return measured;
 }
 
+DType default_compute(DType weights) {
+  if (is_four_bit(weights)) return DType::kBF16;
+  return weights == DType::kF16 ? DType::kF32 : weights;
+}
+
 DType activation_dtype(DType compute) { return compute == DType::kF8E4M3 ? DType::kBF16 : compute; }
 
 }  // namespace switchyard::bench

@@ -69,6 +69,9 @@ class LayerBench {
   std::unique_ptr<Place> place_;
 };
 
+// The type that a layer computes in if LayerOptions::compute is empty.
+DType default_compute(DType weights);
+
 // The type of activations and outputs of a layer that computes in `compute`: an FP8 layer quantises
 // bf16 itself.
 DType activation_dtype(DType compute);

@@ -108,6 +108,10 @@ results::Row Session::row_of(const BenchLayer& layer, std::int64_t tokens, doubl
   row.top_k = layer.spec.top_k;
   row.dtype = short_name(plan.dtype);
   row.compute = short_name(plan.compute);
+  if (is_four_bit(plan.dtype)) {
+    row.weights = row.dtype;
+    row.tokens_in = row.compute;
+  }
   row.routing = options_.measure.given_routing ? "given" : "gate";
   row.ranks = options_.measure.ranks;
   row.tokens_per_rank = tokens;

@@ -2,6 +2,8 @@
 
 #include <fmt/core.h>
 
+#include <utility>
+
 #include "base/join.h"
 #include "base/printable.h"
 #include "models/model_table.h"
@@ -44,12 +46,14 @@ BenchLayer layer_named(std::string_view name, const ConfigOverrides& overrides) 
   return {std::string(name), first_moe_layer(name, overrides)};
 }
 
-// All suites compute in the type of the weights.
-BenchPlan plan_in(DType dtype) {
-  BenchPlan plan{.dtype = dtype, .compute = dtype};
-  plan.dtypes = {dtype};
+BenchPlan plan_in(std::vector<BenchTypes> types) {
+  BenchPlan plan{.dtype = types.front().weights, .compute = types.front().compute};
+  plan.types = std::move(types);
   return plan;
 }
+
+// Suites compute in the type of the weights, unless that has four bits.
+BenchPlan plan_in(DType dtype) { return plan_in({{dtype, dtype}}); }
 
 BenchPlan one_gpu(DType dtype) {
   BenchPlan plan = plan_in(dtype);
@@ -109,7 +113,9 @@ BenchPlan over_ranks(BenchPlan plan) {
 
 BenchPlan ep(DType dtype) {
   BenchPlan plan = over_ranks(plan_in(dtype));
-  for (const RoutedAlone& layer : kRoutedAlone) plan.layers.push_back(bench_layer(layer.name));
+  for (const char* model : {"v4-flash-routed", "v4-pro-routed", "v3-routed", "glm-5-routed"}) {
+    plan.layers.push_back(bench_layer(model));
+  }
   plan.tokens = {1, 8, 64, 256, 512, 1024, 2048, 4096, 8192};
   plan.betas = {1};
   return plan;
@@ -118,10 +124,33 @@ BenchPlan ep(DType dtype) {
 // AsteroMoE's end-to-end benchmark: DeepSeek-V3's whole layer on one GPU, shared expert and groups
 // included. All 256 experts are there: 22.5 GB in bf16, and there are two copies of them.
 BenchPlan astero() {
-  BenchPlan plan = plan_in(DType::kF8E4M3);
-  plan.dtypes = {DType::kF8E4M3, DType::kBF16};
+  BenchPlan plan = plan_in({{DType::kF8E4M3, DType::kF8E4M3}, {DType::kBF16, DType::kBF16}});
   plan.layers.push_back(bench_layer("deepseek-v3"));
   for (std::int64_t tokens = 1; tokens <= 32768; tokens *= 2) plan.tokens.push_back(tokens);
+  plan.betas = {1};
+  return plan;
+}
+
+// Models whose experts are published in four bits, on one GPU: whole, or with the experts that one
+// of four ranks (V4-Pro), of eight (Kimi-K2) or of sixteen (Kimi-K3) has. MXFP4 is multiplied with
+// tokens in bf16 and in FP8, INT4 with tokens in bf16. The rivals are kernels that take the routing
+// as given.
+BenchPlan four_bit() {
+  constexpr DType kMxfp4 = DType::kF4E2M1, kInt4 = DType::kU4;
+  BenchPlan plan =
+      plan_in({{kMxfp4, DType::kBF16}, {kMxfp4, DType::kF8E4M3}, {kInt4, DType::kBF16}});
+  const auto add = [&plan](const char* model, DType weights, int num_experts = 0) {
+    plan.layers.push_back(bench_layer(model, {.num_experts = num_experts}));
+    plan.layers.back().weights = weights;
+  };
+  add("gpt-oss-20b", kMxfp4);
+  add("gpt-oss-120b", kMxfp4);
+  add("v4-flash-routed", kMxfp4);
+  add("v4-pro-routed", kMxfp4, 96);
+  add("kimi-k3", kMxfp4, 56);
+  add("kimi-k2-routed", kInt4, 48);
+  plan.given_routing = true;
+  plan.tokens = {1, 8, 64, 256, 1024, 2048, 8192};
   plan.betas = {1};
   return plan;
 }
@@ -136,8 +165,10 @@ constexpr Suite kSuites[] = {
     {"one_gpu_fp8", [] { return one_gpu(DType::kF8E4M3); }},
     {"one_gpu_fp8_more", one_gpu_fp8_more},
     {"astero", astero},
+    {"four_bit", four_bit},
     {"ep_fp8", [] { return ep(DType::kF8E4M3); }},
     {"ep_bf16", [] { return ep(DType::kBF16); }},
+    {"ep_four_bit", [] { return over_ranks(four_bit()); }},
     {"ep_thesis", [] { return over_ranks(thesis()); }},
     {"thesis", thesis_with_gate},
 };

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -16,6 +17,15 @@ namespace switchyard::bench {
 struct BenchLayer {
   std::string model;
   LayerSpec spec;
+  std::optional<DType> weights = {};  // in a suite of several types the one it has; empty: all
+
+  bool has(DType type) const { return !weights || *weights == type; }
+};
+
+struct BenchTypes {
+  DType weights, compute;
+
+  friend bool operator==(const BenchTypes&, const BenchTypes&) = default;
 };
 
 // A plan measures every layer with every number of tokens (per rank) and every balancedness.
@@ -27,10 +37,9 @@ struct BenchPlan {
   bool checked_with_gate = false;
   DType dtype = DType::kBF16;  // of the expert weights
   DType compute = DType::kBF16;
-  // A suite's types, both of weights and of arithmetic, which it is measured in one after the
-  // other. `dtype` and `compute` are those of the first. A plan of no suite has one, and any
-  // `compute`.
-  std::vector<DType> dtypes;
+  // The types that the plan is measured in, one after the other. `dtype` and `compute` are the
+  // first.
+  std::vector<BenchTypes> types;
   std::vector<BenchLayer> layers;
   std::vector<std::int64_t> tokens;
   std::vector<double> betas;
@@ -49,7 +58,8 @@ struct RoutedAlone {
 inline constexpr RoutedAlone kRoutedAlone[] = {{"v4-flash-routed", "deepseek-v4-flash"},
                                                {"v4-pro-routed", "deepseek-v4-pro"},
                                                {"v3-routed", "deepseek-v3"},
-                                               {"glm-5-routed", "glm-5"}};
+                                               {"glm-5-routed", "glm-5"},
+                                               {"kimi-k2-routed", "kimi-k2"}};
 
 // Returns a layer of the model table, kDeepseekRank, or one of kRoutedAlone. Throws
 // Error{kInvalidArgument} for unknown names and for layers whose experts do not come from the

@@ -73,10 +73,9 @@ struct Matrices {
   Matrices(const GroupedOperands& operands, Backend backend) : at(operands.here()) {
     if (backend == Backend::kCpu) return;
     weights.emplace(backend, operands.weights.data(), operands.weights.size());
-    scales.emplace(backend, operands.weight_scales.data(),
-                   operands.weight_scales.size() * sizeof(float));
+    scales.emplace(backend, operands.weight_scales.data(), operands.weight_scales.size());
     at.weights = weights->data();
-    at.weight_scales = reinterpret_cast<const float*>(scales->data());
+    at.weight_scales = scales->data();
   }
 };
 

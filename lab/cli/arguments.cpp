@@ -19,12 +19,22 @@ namespace {
 
 constexpr double kMostSeconds = 1e6;
 
-struct WeightType {
-  DType dtype;
-  bool computes;  // also a type to compute in
-};
-constexpr WeightType kWeightTypes[] = {
-    {DType::kBF16, true}, {DType::kF32, true}, {DType::kF16, false}, {DType::kF8E4M3, true}};
+constexpr DType kArithmetic[] = {DType::kBF16, DType::kF32, DType::kF8E4M3};
+constexpr DType kOperands[] = {DType::kBF16, DType::kF32, DType::kF16, DType::kF8E4M3};
+constexpr DType kWeights[] = {DType::kBF16,   DType::kF32,    DType::kF16,
+                              DType::kF8E4M3, DType::kF4E2M1, DType::kU4};
+
+std::span<const DType> types_for(TypeOf use) {
+  switch (use) {
+    case TypeOf::kArithmetic:
+      return kArithmetic;
+    case TypeOf::kOperands:
+      return kOperands;
+    case TypeOf::kWeights:
+      return kWeights;
+  }
+  return kWeights;
+}
 
 [[noreturn]] void refuse(const std::string& name, const std::string& text,
                          const std::string& remedy) {
@@ -226,17 +236,25 @@ Option Command::add_bytes(const std::string& name, std::uint64_t& target, const 
   return add_parsed(name, set, "BYTES", help);
 }
 
-Option Command::add_dtype(const std::string& name, std::optional<DType>& target, bool weights,
+Option Command::add_dtype(const std::string& name, std::optional<DType>& target, TypeOf use,
                           const std::string& help) {
-  const auto set = [name, &target, weights](const std::string& text) {
-    for (const WeightType& known : kWeightTypes) {
-      if (text != short_name(known.dtype) || !(weights || known.computes)) continue;
-      target = known.dtype;
+  const auto set = [name, &target, use](const std::string& text) {
+    for (const DType known : types_for(use)) {
+      const bool exact = is_four_bit(known) && text == to_string(known);
+      if (text != short_name(known) && !exact) continue;
+      target = known;
       return;
     }
-    refuse(name, text, weights ? "use bf16, f32, f16 or fp8" : "use bf16, f32 or fp8");
+    refuse(name, text, "use " + type_names(use));
   };
   return add_parsed(name, set, "TYPE", help);
+}
+
+std::string type_names(TypeOf use) {
+  const std::span<const DType> types = types_for(use);
+  std::vector<std::string> names;
+  for (const DType type : types.first(types.size() - 1)) names.emplace_back(short_name(type));
+  return fmt::format("{} or {}", join(names, ", "), short_name(types.back()));
 }
 
 Option Command::add_backend(const std::string& name, std::optional<Backend>& target,

@@ -30,6 +30,15 @@ inline constexpr int kExitInvalid = 2;       // arguments, files or this machine
 inline constexpr int kExitTimeout = 3;       // a rank did not do its part
 inline constexpr int kExitInternal = 4;
 
+// The role that an element type is chosen for.
+enum class TypeOf {
+  kArithmetic,  // of a layer
+  kOperands,    // weights and tokens alike: f16, too
+  kWeights,     // those of four bits, too
+};
+// The types for a role, for messages and helps: "bf16, f32 or fp8".
+std::string type_names(TypeOf use);
+
 // An option of a command, which owns it.
 class Option {
  public:
@@ -91,8 +100,8 @@ class Command {
   Option add_seconds(const std::string& name, std::chrono::milliseconds& target,
                      const std::string& help);
   Option add_bytes(const std::string& name, std::uint64_t& target, const std::string& help);
-  // Takes bf16, f32 or fp8, and f16 only if `weights` is set.
-  Option add_dtype(const std::string& name, std::optional<DType>& target, bool weights,
+  // Takes the names of type_names(), and the library's own of four-bit types.
+  Option add_dtype(const std::string& name, std::optional<DType>& target, TypeOf use,
                    const std::string& help);
   // Takes cpu or cuda.
   Option add_backend(const std::string& name, std::optional<Backend>& target,

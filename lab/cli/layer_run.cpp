@@ -72,8 +72,10 @@ DType compute_of(const LayerRunOptions& options, const MoeWeights& weights) {
 }
 
 // Chooses the GPUs if there is one per rank and no option or type suits the CPU only.
-Backend default_backend(const LayerRunOptions& options, int ranks, int rank) {
-  const bool suits = options.ranks.threads == 0 && options.ranks.compute != DType::kF32;
+Backend default_backend(const LayerRunOptions& options, bool has_four_bit_experts, int ranks,
+                        int rank) {
+  const bool suits = options.ranks.threads == 0 && options.ranks.compute != DType::kF32 &&
+                     !has_four_bit_experts;  // no kernel takes them yet
   const int num_devices = gpu::device_count();
   if (suits && ranks <= num_devices && gpu::device_info(rank % num_devices).runs_our_kernels()) {
     return Backend::kCuda;
@@ -117,8 +119,9 @@ void add_source_options(Command& command, LayerRunOptions& o) {
   command.add_whole("--layer", o.source.layer, 0, 1 << 20,
                     "Which layer (default: the first with experts)");
   add_override_options(command, o.source.overrides);
-  command.add_dtype("--dtype", o.source.dtype, true,
-                    "Made-up weights in bf16, f32, f16 or fp8 (default: the model's)");
+  command.add_dtype(
+      "--dtype", o.source.dtype, TypeOf::kWeights,
+      fmt::format("Made-up weights in {}\n(default: the model's)", type_names(TypeOf::kWeights)));
   command.add_whole("--seed", o.source.seed, 0, std::numeric_limits<std::int64_t>::max(),
                     "Of made-up weights, activations and routing (default 0)");
   command.add_real("--capacity-factor", o.capacity_factor, 1e-6, 1e6,
@@ -147,7 +150,7 @@ void add_execution_options(Command& command, LayerRunOptions& o) {
                     "Compute threads of each rank (cpu; default 0: the machine's, shared out)");
   command.add_whole("--reserved-sms", o.ranks.reserved_sms, 0, 1024,
                     "SMs of the GPU to leave free (cuda; default: those of other ranks on it)");
-  command.add_dtype("--compute", o.compute, false,
+  command.add_dtype("--compute", o.compute, TypeOf::kArithmetic,
                     "Arithmetic and wire type: bf16, f32 or fp8 (default: by the weights)");
   command.add_seconds("--deadline", o.ranks.deadline, "Longest wait for another rank (default 30)");
   command.add_flag("--pre-sum-per-host", o.ranks.pre_sum_per_host,
@@ -183,9 +186,9 @@ LayerRun run_layer(LayerRunOptions& options, bool show_progress) {
   }
   require_used(options, run);
   options.ranks.compute = compute_of(options, run.source.weights);
-  options.ranks.backend = options.backend
-                              ? *options.backend
-                              : default_backend(options, ranks, as_process ? launched->rank : 0);
+  options.ranks.backend = options.backend ? *options.backend
+                                          : default_backend(options, is_four_bit(run.source.dtype),
+                                                            ranks, as_process ? launched->rank : 0);
   if (options.batch.input.empty()) {
     require_memory(options.batch.tokens, run.source.spec, value_type(options.ranks.compute),
                    options.ranks.backend);

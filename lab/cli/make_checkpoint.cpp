@@ -17,8 +17,6 @@
 #include "model/config.h"
 #include "models/generate.h"
 #include "models/model_table.h"
-#include "switchyard/checkpoint.h"
-#include "switchyard/weights.h"
 
 namespace switchyard::cli {
 namespace {
@@ -34,7 +32,12 @@ struct MakeOptions {
 
 constexpr const char* kExamples = R"(Examples:
   switchyard make-checkpoint --model olmoe --out /tmp/olmoe
-  switchyard make-checkpoint --model deepseek-v3 --experts 16 --layers 2 --out /tmp/small-v3)";
+  switchyard make-checkpoint --model deepseek-v3 --experts 16 --layers 2 --out /tmp/small-v3
+  switchyard make-checkpoint --model kimi-k3 --experts 16 --out /tmp/small-k3
+
+Four-bit experts are written as they are published: gpt-oss's and DeepSeek-V4's MXFP4, and
+compressed-tensors' mxfp4-pack-quantized (mxfp4) and pack-quantized (int4) of models that have a
+module for each expert.)";
 
 struct Written {
   std::uint64_t bytes = 0;
@@ -52,18 +55,21 @@ Written measure_directory(const fs::path& directory) {
 
 void print_summary(const MakeOptions& options) {
   const Written written = measure_directory(options.directory);
-  const Checkpoint checkpoint = Checkpoint::open(options.directory);
-  const std::vector<int> layers = checkpoint.moe_layers();
+  const ModelEntry& entry = find_model(options.model);
+  const DType dtype = options.write.dtype.value_or(entry.dtype);
+  const ModelConfig config =
+      parse_config(rewrite_config(entry.config_json, options.write.overrides, dtype), entry.name);
+  const std::vector<int> layers = config.moe_layers();
   fmt::print("{}: {} in {}\n", printable(options.directory),
              format_bytes(static_cast<double>(written.bytes)),
              plural(written.shards, "safetensors file"));
   const std::string made =
       fmt::format("{} of {} in {}, made with --seed {}: {} {}", plural(layers.size(), "MoE layer"),
-                  options.model, short_name(checkpoint.dtype()), options.write.seed,
+                  options.model, short_name(dtype), options.write.seed,
                   layers.size() == 1 ? "layer" : "layers", join(layers, ", "));
   for (const std::string& line : wrap(made, kReportColumns)) fmt::print("{}\n", line);
-  for (const std::string& line :
-       wrap(describe(checkpoint.layer_spec(layers.front())), kReportColumns)) {
+  for (const std::string& line : wrap(
+           describe(*config.layers.at(static_cast<std::size_t>(layers.front()))), kReportColumns)) {
     fmt::print("{}\n", line);
   }
 }
@@ -138,8 +144,8 @@ void add_make_checkpoint(CommandLine& line) {
       .required();
   command.add_whole("--layers", options->write.overrides.num_moe_layers, 1, 1 << 20,
                     "MoE layers to write, from the first on (default 1)");
-  command.add_dtype("--dtype", options->write.dtype, true,
-                    "bf16, f32, f16 or fp8 (default: the model's)");
+  command.add_dtype("--dtype", options->write.dtype, TypeOf::kWeights,
+                    type_names(TypeOf::kWeights) + " (default: the model's)");
   command.add_whole("--seed", options->write.seed, 0, std::numeric_limits<std::int64_t>::max(),
                     "Of the weights (default 0)");
   command.add_bytes("--max-shard-size", options->write.max_shard_bytes,

@@ -67,7 +67,8 @@ void derive_speed(const Report& report, Derived& d) {
   d.flops_per_second = ratio(d.flops, d.median);
   d.gemm_fraction = ratio(d.flops_per_second, report.rates.gemm_flops);
   d.weight_bytes =
-      r.backend == Backend::kCuda && report.options.compute != DType::kF8E4M3
+      r.backend == Backend::kCuda && report.options.compute != DType::kF8E4M3 &&
+              !is_four_bit(report.source.dtype)
           ? bf16_weight_bytes(spec, r.tokens_per_expert)
           : static_cast<double>(touched_weight_bytes(report.source.weights, r.tokens_per_expert));
   d.weight_bytes_per_second = ratio(d.weight_bytes, d.median);

@@ -92,7 +92,8 @@ void require_memory(const std::string& name, std::uint64_t bytes, int num_proces
                   "the layer down with --experts, --hidden or --intermediate{}{}",
                   name, short_name(dtype), format_bytes(static_cast<double>(needed)), each,
                   format_bytes(static_cast<double>(available)),
-                  dtype == DType::kF8E4M3 ? "" : ", store it in --dtype fp8", share));
+                  dtype == DType::kF8E4M3 || is_four_bit(dtype) ? "" : ", store it in --dtype fp8",
+                  share));
 }
 
 // Generates the weights that make-checkpoint writes with the same options.

@@ -103,7 +103,7 @@ void add_what(Command& command, TuneCommandOptions& o) {
             "Models of 'switchyard bench', or RaMP's: ramp-olmoe, ramp-qwen3,\nramp-dsv3-ep8, "
             "ramp-dsv3-tp8, ramp-mixtral, ramp-phi, ramp-jamba and\nramp-dbrx (default: these)");
   add_override_options(command, o.overrides);
-  command.add_dtype("--dtype", o.dtype, false,
+  command.add_dtype("--dtype", o.dtype, TypeOf::kArithmetic,
                     "Weights and arithmetic in bf16, fp8 or, on the CPU, f32\n(default bf16)");
   add_wholes(command, "--tokens", o.tokens, 1 << 16, "Tokens to fit on (default 8,32,128,256,512)");
   add_fractions(command, "--balancedness", o.betas,

@@ -24,10 +24,12 @@ struct GenerateOptions {
   Progress progress = {};
 };
 
-// Every matrix ~ N(0, 1 / columns), all different. `dtype` (f32, f16, bf16 or f8_e4m3 with 128 x
-// 128 scales) is that of the routed and shared experts; router and biases are in `dtype`, or bf16
-// if that is FP8; the correction bias is f32. A function of (spec, dtype, seed, vocabulary) alone.
-// Throws Error{kInvalidArgument} for other dtypes, kCapacityExceeded if the memory is not there.
+// Every matrix ~ N(0, 1 / columns), all different. `dtype` (f32, f16, bf16, f8_e4m3 with 128 x 128
+// scales, or f4_e2m1 or u4 with one for 32 columns) is that of the routed and shared experts, but
+// beside f4_e2m1 the shared one is f8_e4m3, and beside u4 bf16. Router and biases are in `dtype`,
+// or bf16 if that has eight or four bits; the correction bias is f32. A function of (spec, dtype,
+// seed, vocabulary) alone. Throws Error{kInvalidArgument} for other dtypes, and for four bits if 32
+// does not divide the sizes; kCapacityExceeded if the memory is not there.
 MoeWeights generate_weights(const LayerSpec& spec, DType dtype, std::uint64_t seed,
                             const GenerateOptions& options = {});
 
@@ -47,11 +49,12 @@ struct WriteOptions {
 };
 
 // Writes a Hugging Face directory with the MoE layers of a model under the model's own tensor
-// names: Checkpoint::open yields the model's specs, load_layer(l) the values of
+// names, four-bit experts in the layout that they are published in (models/four_bit_layout.h):
+// Checkpoint::open yields the model's specs, load_layer(l) the values of
 // generate_weights(spec, dtype, layer_seed(seed, l), {.vocabulary = vocab_size}). `directory`
 // appears only when complete. Throws Error{kInvalidArgument} if it exists and is not empty or an
-// override makes no sense, kCapacityExceeded if the disk is too full, kUnsupported for FP8 in
-// families that have no such form, kSystem.
+// override makes no sense, kCapacityExceeded if the disk is too full, kUnsupported for FP8 or
+// four bits in families that have no such form, kSystem.
 void write_checkpoint(const ModelEntry& entry, const std::filesystem::path& directory,
                       const WriteOptions& options = {});
 

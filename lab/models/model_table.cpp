@@ -13,6 +13,35 @@
 namespace switchyard {
 namespace {
 
+// Kimi-K3's routed experts, which work in a latent space of 3584 numbers of the model's 7168. Its
+// config.json, as programs that load it quote it, has model_type kimi_k3 and, under text_config:
+// hidden_size 7168, num_hidden_layers 93, first_k_dense_replace 1, num_experts 896,
+// num_experts_per_token 16, moe_intermediate_size 3072, num_shared_experts 2,
+// routed_expert_hidden_size 3584, latent_moe_use_norm true, hidden_act "situ", activation_situ_beta
+// 4, activation_situ_linear_beta 25, moe_router_activation_func "sigmoid", topk_method "noaux_tc",
+// num_expert_group 1, topk_group 1, moe_renormalize true, routed_scaling_factor 1;
+// quantization_config is compressed-tensors, mxfp4-pack-quantized.
+//
+// The order of a layer follows SGLang 0.5.23 (srt/models/kimi_k3.py, KimiK3MoE, and
+// srt/configs/kimi_linear.py). Parts 1, 2, 4 and 5 are not part of a LayerSpec, and 3 differs:
+//   1. logits of the 7168 numbers: sigmoid, a correction bias for the choice, weights that are
+//      divided by their sum. (This entry has a router of the latent space.)
+//   2. routed_expert_down_proj, 7168 -> 3584
+//   3. the routed experts: down(b tanh(g / b) sigmoid(g) * c tanh(u / c)), b = 4, c = 25: SiTU.
+//      (This entry has SiLU, which is its limit for large b and c; see docs/limits.md.)
+//   4. an RMSNorm of their weighted sum, and routed_expert_up_proj, 3584 -> 7168
+//   5. added to that the shared experts, one of 2 x 3072 in bf16 on the 7168 numbers, with SiTU
+// The keys below say the same of a layer of Kimi-K2's family, which config.json's reader knows, and
+// checkpoints that are written of it have that family's names of tensors. The published ones are
+// language_model.model.layers.L.block_sparse_moe.experts.N.{w1,w3,w2}.
+constexpr const char* kKimiK3 = R"({
+  "architectures": ["DeepseekV3ForCausalLM"], "model_type": "kimi_k2",
+  "hidden_act": "silu", "hidden_size": 3584, "intermediate_size": 33792,
+  "moe_intermediate_size": 3072, "num_hidden_layers": 93, "n_routed_experts": 896,
+  "num_experts_per_tok": 16, "n_shared_experts": 0, "first_k_dense_replace": 1,
+  "moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc", "n_group": 1,
+  "topk_group": 1, "norm_topk_prob": true, "routed_scaling_factor": 1.0, "vocab_size": 163840})";
+
 constexpr ModelEntry kTable[] = {
     {"olmoe", R"({
   "architectures": ["OlmoeForCausalLM"], "model_type": "olmoe", "hidden_act": "silu",
@@ -101,7 +130,7 @@ constexpr ModelEntry kTable[] = {
   "num_hash_layers": 3, "scoring_func": "sqrtsoftplus", "topk_method": "noaux_tc",
   "norm_topk_prob": true, "routed_scaling_factor": 1.5, "swiglu_limit": 10.0,
   "vocab_size": 129280})",
-     DType::kBF16},
+     DType::kF4E2M1},
     {"deepseek-v4-pro", R"({
   "architectures": ["DeepseekV4ForCausalLM"], "model_type": "deepseek_v4", "hidden_act": "silu",
   "hidden_size": 7168, "moe_intermediate_size": 3072, "num_hidden_layers": 61,
@@ -109,7 +138,7 @@ constexpr ModelEntry kTable[] = {
   "num_hash_layers": 3, "scoring_func": "sqrtsoftplus", "topk_method": "noaux_tc",
   "norm_topk_prob": true, "routed_scaling_factor": 2.5, "swiglu_limit": 10.0,
   "vocab_size": 129280})",
-     DType::kBF16},
+     DType::kF4E2M1},
     {"glm-4.5", R"({
   "architectures": ["Glm4MoeForCausalLM"], "model_type": "glm4_moe", "hidden_act": "silu",
   "hidden_size": 5120, "intermediate_size": 12288, "moe_intermediate_size": 1536,
@@ -151,13 +180,13 @@ constexpr ModelEntry kTable[] = {
   "hidden_size": 2880, "intermediate_size": 2880, "num_hidden_layers": 36,
   "num_local_experts": 128, "num_experts_per_tok": 4, "experts_per_token": 4,
   "swiglu_limit": 7.0, "vocab_size": 201088})",
-     DType::kBF16},
+     DType::kF4E2M1},
     {"gpt-oss-20b", R"({
   "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "hidden_act": "silu",
   "hidden_size": 2880, "intermediate_size": 2880, "num_hidden_layers": 24,
   "num_local_experts": 32, "num_experts_per_tok": 4, "experts_per_token": 4,
   "swiglu_limit": 7.0, "vocab_size": 201088})",
-     DType::kBF16},
+     DType::kF4E2M1},
     {"minimax-m2", R"({
   "architectures": ["MiniMaxM2ForCausalLM"], "model_type": "minimax_m2", "hidden_act": "silu",
   "hidden_size": 3072, "intermediate_size": 1536, "num_hidden_layers": 62,
@@ -184,6 +213,15 @@ constexpr ModelEntry kTable[] = {
   "scoring_func": "sigmoid", "topk_method": "noaux_tc", "n_group": 1, "topk_group": 1,
   "norm_topk_prob": true, "routed_scaling_factor": 2.827, "vocab_size": 163840})",
      DType::kF8E4M3},
+    {"kimi-k2-thinking", R"({
+  "architectures": ["DeepseekV3ForCausalLM"], "model_type": "kimi_k2", "hidden_act": "silu",
+  "hidden_size": 7168, "intermediate_size": 18432, "moe_intermediate_size": 2048,
+  "num_hidden_layers": 61, "n_routed_experts": 384, "num_experts_per_tok": 8,
+  "n_shared_experts": 1, "first_k_dense_replace": 1, "moe_layer_freq": 1,
+  "scoring_func": "sigmoid", "topk_method": "noaux_tc", "n_group": 1, "topk_group": 1,
+  "norm_topk_prob": true, "routed_scaling_factor": 2.827, "vocab_size": 163840})",
+     DType::kU4},
+    {"kimi-k3", kKimiK3, DType::kF4E2M1},
     {"dbrx", R"({
   "architectures": ["DbrxForCausalLM"], "model_type": "dbrx", "d_model": 6144, "n_layers": 40,
   "ffn_config": {"ffn_hidden_size": 10752, "moe_num_experts": 16, "moe_top_k": 4,

@@ -13,8 +13,7 @@ namespace switchyard {
 struct ModelEntry {
   const char* name;         // "olmoe", "deepseek-v3", ...
   const char* config_json;  // the MoE-related keys of the model's config.json
-  // The usual serving dtype; bf16 where the published experts are mxfp4, which has no DType.
-  DType dtype;
+  DType dtype;              // of the published experts, or the usual one to serve them in
 };
 
 const std::vector<ModelEntry>& model_table();

@@ -2,15 +2,18 @@
 #include <sys/stat.h>
 
 #include <algorithm>
+#include <array>
 #include <cerrno>
 #include <cstring>
 #include <map>
+#include <span>
 #include <utility>
 
 #include "base/printable.h"
 #include "base/whole_file.h"
 #include "model/safetensors.h"
 #include "model/tensor_names.h"
+#include "models/four_bit_layout.h"
 #include "models/generate.h"
 #include "models/random_tensor.h"
 #include "models/safetensors_writer.h"
@@ -34,6 +37,25 @@ Bytes generate(const RandomTensor& tensor) {
   return data;
 }
 
+Bytes generate_scales(const RandomTensor& tensor) {
+  Bytes scales(static_cast<std::size_t>(tensor.scale_bytes()));
+  fill_scales(tensor, scales.data());
+  return scales;
+}
+
+// The rows of two matrices in turn, `row_bytes` each.
+Bytes interleaved(const Bytes& first, const Bytes& second, std::size_t row_bytes) {
+  Bytes both;
+  both.reserve(first.size() + second.size());
+  for (std::size_t at = 0; at < first.size(); at += row_bytes) {
+    for (const Bytes* const rows : {&first, &second}) {
+      const auto row = rows->begin() + static_cast<std::ptrdiff_t>(at);
+      both.insert(both.end(), row, row + static_cast<std::ptrdiff_t>(row_bytes));
+    }
+  }
+  return both;
+}
+
 // Copies [rows, cols] to out[c * out_cols + offset + r * step]. It takes square blocks, because one
 // of the two sides is always strided and a row of either exceeds the L1 cache.
 void scatter_transposed(const Bytes& in, std::int64_t rows, std::int64_t cols, std::size_t element,
@@ -51,18 +73,23 @@ void scatter_transposed(const Bytes& in, std::int64_t rows, std::int64_t cols, s
 // Plans the tensors of one layer under one family's names.
 class LayerWriter {
  public:
-  LayerWriter(const TensorNames& names, int layer, bool packed, const LayerSpec& spec,
-              const std::vector<RandomTensor>& tensors)
+  LayerWriter(const TensorNames& names, int layer, bool packed, FourBitLayout layout,
+              const LayerSpec& spec, const std::vector<RandomTensor>& tensors)
       : names_(names),
         base_(fmt::format("{}{}{}", names.stack, layer, names.block)),
         packed_(packed),
+        layout_(layout),
         spec_(spec) {
     for (const RandomTensor& tensor : tensors) by_role_[{tensor.role, tensor.expert}] = tensor;
   }
 
   std::vector<Planned> plan() {
     for (const auto& [key, tensor] : by_role_) plan_one(tensor);
-    if (packed_) plan_packed();
+    if (layout_ == FourBitLayout::kBlocks) {
+      plan_blocks();
+    } else if (packed_) {
+      plan_packed();
+    }
     return std::move(planned_);
   }
 
@@ -126,23 +153,84 @@ class LayerWriter {
         [tensor](SafetensorsWriter& writer) { writer.append(generate(tensor)); });
   }
 
-  // "<module>.weight" and, if it is FP8, its scales.
+  // The tensors of a matrix that has four bits, or "<module>.weight" and, if it is FP8, its scales.
   void add_module(const std::string& module, const RandomTensor& tensor) {
+    if (is_four_bit(tensor.dtype)) return add_four_bit_module(module, tensor);
     add_matrix(base_ + module + ".weight", tensor);
     if (tensor.num_scales() == 0) return;
     add(fmt::format("{}{}.{}", base_, module, names_.scale_suffix), "F32",
         {tensor.scale_rows(), tensor.scale_cols()}, tensor.scale_bytes(),
-        [tensor](SafetensorsWriter& writer) {
-          Bytes scales(static_cast<std::size_t>(tensor.scale_bytes()));
-          fill_scales(tensor, scales.data());
-          writer.append(scales);
-        });
+        [tensor](SafetensorsWriter& writer) { writer.append(generate_scales(tensor)); });
+  }
+
+  void add_four_bit_module(const std::string& module, const RandomTensor& tensor) {
+    for (const StoredTensor& stored : stored_tensors(layout_, tensor)) {
+      const std::string name = fmt::format("{}{}.{}", base_, module, stored.suffix);
+      switch (stored.part) {
+        case StoredTensor::Part::kCodes:
+          add(name, stored.dtype, stored.shape, tensor.data_bytes(),
+              [tensor](SafetensorsWriter& writer) { writer.append(generate(tensor)); });
+          break;
+        case StoredTensor::Part::kScales:
+          add(name, stored.dtype, stored.shape, tensor.scale_bytes(),
+              [tensor](SafetensorsWriter& writer) { writer.append(generate_scales(tensor)); });
+          break;
+        case StoredTensor::Part::kShape: {
+          const std::array<std::int64_t, 2> shape = {tensor.rows, tensor.cols};
+          add(name, stored.dtype, stored.shape, sizeof shape, [shape](SafetensorsWriter& writer) {
+            writer.append(std::as_bytes(std::span(shape)));
+          });
+          break;
+        }
+      }
+    }
   }
 
   std::vector<RandomTensor> all_experts(TensorRole role) const {
     std::vector<RandomTensor> result;
     for (int e = 0; e < spec_.num_experts; ++e) result.push_back(by_role_.at({role, e}));
     return result;
+  }
+
+  // Plans FourBitLayout::kBlocks.
+  void plan_blocks() {
+    const std::vector<RandomTensor> gates = all_experts(TensorRole::kGate);
+    const std::vector<RandomTensor> ups = all_experts(TensorRole::kUp);
+    const std::vector<RandomTensor> downs = all_experts(TensorRole::kDown);
+    add_blocks({"_blocks", generate, bytes_of(ups.front().dtype, kMxGroup)}, gates, ups, downs);
+    add_blocks({"_scales", generate_scales, 1}, gates, ups, downs);
+    plan_packed_biases();
+  }
+
+  // One of the two tensors of a matrix.
+  struct Part {
+    const char* suffix;
+    Bytes (*make)(const RandomTensor&);
+    std::int64_t group_bytes;  // of a group of columns
+  };
+
+  void add_blocks(const Part& part, const std::vector<RandomTensor>& gates,
+                  const std::vector<RandomTensor>& ups, const std::vector<RandomTensor>& downs) {
+    const auto add_part = [&](const char* name, std::int64_t rows, std::int64_t groups,
+                              std::function<void(SafetensorsWriter&)> write) {
+      std::vector<std::int64_t> shape = {spec_.num_experts, rows, groups};
+      if (part.group_bytes > 1) shape.push_back(part.group_bytes);
+      const std::int64_t bytes = spec_.num_experts * rows * groups * part.group_bytes;
+      add(base_ + name + part.suffix, "U8", std::move(shape), static_cast<std::uint64_t>(bytes),
+          std::move(write));
+    };
+    const RandomTensor &up = ups.front(), &down = downs.front();
+    const auto row_bytes = static_cast<std::size_t>(up.scale_cols() * part.group_bytes);
+    add_part(names_.packed_gate_up, 2 * up.rows, up.scale_cols(),
+             [=, make = part.make](SafetensorsWriter& writer) {
+               for (std::size_t e = 0; e < gates.size(); ++e) {
+                 writer.append(interleaved(make(gates[e]), make(ups[e]), row_bytes));
+               }
+             });
+    add_part(names_.packed_down, down.rows, down.scale_cols(),
+             [=, make = part.make](SafetensorsWriter& writer) {
+               for (const RandomTensor& matrix : downs) writer.append(make(matrix));
+             });
   }
 
   void plan_packed() {
@@ -239,6 +327,7 @@ class LayerWriter {
   const TensorNames& names_;
   const std::string base_;
   const bool packed_;
+  const FourBitLayout layout_;
   const LayerSpec& spec_;
   std::map<std::pair<TensorRole, int>, RandomTensor> by_role_;
   std::vector<Planned> planned_;
@@ -246,8 +335,11 @@ class LayerWriter {
 
 std::vector<Planned> plan_model(const ModelConfig& config, DType dtype, std::uint64_t seed) {
   const TensorNames& names = published_names(config);
-  // FP8 has a published layout only for experts stored one by one.
-  const bool packed = names.published_packed && !(dtype == DType::kF8E4M3 && names.up);
+  const FourBitLayout layout = four_bit_layout(config, dtype);
+  // FP8 and most four-bit types have a published layout only for experts stored one by one.
+  const bool one_by_one =
+      dtype == DType::kF8E4M3 || (is_four_bit(dtype) && layout != FourBitLayout::kBlocks);
+  const bool packed = names.published_packed && !(one_by_one && names.up);
   if (packed && dtype == DType::kF8E4M3)
     throw Error(
         ErrorCode::kUnsupported,
@@ -257,7 +349,7 @@ std::vector<Planned> plan_model(const ModelConfig& config, DType dtype, std::uin
   std::vector<Planned> planned;
   for (const int layer : config.moe_layers()) {
     const LayerSpec& spec = *config.layers[static_cast<std::size_t>(layer)];
-    LayerWriter writer(names, layer, packed, spec,
+    LayerWriter writer(names, layer, packed, layout, spec,
                        layer_tensors(spec, dtype, layer_seed(seed, layer), vocabulary));
     for (Planned& tensor : writer.plan()) planned.push_back(std::move(tensor));
   }
@@ -354,8 +446,10 @@ void require_space(const std::filesystem::path& directory, std::uint64_t bytes) 
 void write_checkpoint(const ModelEntry& entry, const std::filesystem::path& directory,
                       const WriteOptions& options) {
   const DType dtype = options.dtype.value_or(entry.dtype);
-  const std::string config_json = rewrite_config(entry.config_json, options.overrides, dtype);
-  const ModelConfig config = parse_config(config_json, "config.json");
+  // Four-bit layouts are declared on top of what unquantised layers have.
+  const std::string plain_json = rewrite_config(entry.config_json, options.overrides, dtype);
+  const ModelConfig config = parse_config(plain_json, "config.json");
+  const std::string config_json = declare_layout(plain_json, four_bit_layout(config, dtype));
   const std::filesystem::path target = normalized_target(directory);
   require_vacant(target);
   std::vector<Planned> planned = plan_model(config, dtype, options.seed);

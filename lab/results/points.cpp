@@ -28,6 +28,12 @@ void Row::judge(const FieldReader& read) const {
   if (gate && *gate != (routing == "gate")) {
     read.refuse("gate", fmt::format("{}, since 'routing' is '{}'", !*gate, routing));
   }
+  if (!weights.empty() && weights != dtype) {
+    read.refuse("weights", fmt::format("'{}', since 'dtype' is that", printable(dtype)));
+  }
+  if (!tokens_in.empty() && tokens_in != compute) {
+    read.refuse("tokens_in", fmt::format("'{}', since 'compute' is that", printable(compute)));
+  }
 }
 
 std::string GroupedRow::point() const {

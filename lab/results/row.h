@@ -22,6 +22,9 @@ struct Row {
   std::int64_t hidden = 0, intermediate = 0, experts = 0, top_k = 0;
   std::string dtype;             // of the expert weights, as short_name() has it
   std::string compute = "bf16";  // the arithmetic; rows from before FP8 lack it
+  // Where weights have four bits: `dtype` and `compute` again, the type that tokens are multiplied
+  // in. Empty elsewhere.
+  std::string weights, tokens_in;
   std::string routing = "gate";  // "gate", or "given": the gate was not timed
   std::int64_t ranks = 1, tokens_per_rank = 0;
   double beta = 1;                     // the balancedness asked for
@@ -65,6 +68,8 @@ struct Row {
     field.count("top_k", row.top_k);
     field.text("dtype", row.dtype);
     field.text_if_any("compute", row.compute);
+    field.text_if_any("weights", row.weights);
+    field.text_if_any("tokens_in", row.tokens_in);
     field.count("ranks", row.ranks);
     field.count("tokens_per_rank", row.tokens_per_rank);
     field.share("beta", row.beta);

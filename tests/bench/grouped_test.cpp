@@ -63,6 +63,33 @@ TEST(GroupedSuite, RowsAreEqualOrDrawn) {
   EXPECT_GT(most(ends_of(drawn[1], 7)), most(ends_of(drawn[0], 7)));
 }
 
+TEST(GroupedOperands, OfFourBitsHaveAScaleForThirtyTwoColumnsAndRowsInBf16) {
+  for (const auto& [dtype, scale_bytes] :
+       {std::pair(DType::kF4E2M1, 1), std::pair(DType::kU4, 2)}) {
+    const GroupedOperands operands(3, 80, 96, 4, dtype, 5);
+    const std::vector<MatrixView> matrices = operands.matrices(operands.here());
+    EXPECT_EQ(operands.matrix_bytes(), 80u * 48 + 80u * 3 * static_cast<unsigned>(scale_bytes));
+    std::set<std::string> different;
+    for (const MatrixView& view : matrices) {
+      different.emplace(static_cast<const char*>(view.data), 80 * 48);
+      EXPECT_EQ(view.scale_cols, 32);
+    }
+    EXPECT_EQ(different.size(), 3u);
+    EXPECT_EQ(operands.first_rows(operands.here(), 2).dtype, DType::kBF16);
+    EXPECT_EQ(operands.output_dtype(), DType::kBF16);
+    // The operator takes them, and computes as well as a straightforward program.
+    GroupedGemm gemm({.num_experts = 3, .n = 80, .k = 96}, {.matrices = matrices},
+                     {.backend = Backend::kCpu, .max_rows = 4});
+    const std::vector<std::int32_t> ends = {1, 1, 4};
+    std::vector<std::byte> output(4 * 80 * 2);
+    gemm.run({.x = operands.first_rows(operands.here(), 4), .ends = ends},
+             {.data = output.data(), .dtype = DType::kBF16});
+    const GroupedAccuracy accuracy = check_rows(operands, ends, false, output.data());
+    EXPECT_GT(accuracy.error, 0);
+    EXPECT_LE(accuracy.error, accuracy.bound);
+  }
+}
+
 TEST(GroupedOperands, AreAllDifferentAndOfTheirType) {
   for (const DType dtype : {DType::kBF16, DType::kF32, DType::kF16, DType::kF8E4M3}) {
     const GroupedOperands operands(3, 144, 200, 4, dtype, 5);

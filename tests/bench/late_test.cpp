@@ -73,6 +73,17 @@ TEST(LateSuite, MeasuresBothPoliciesAndWays) {
   EXPECT_GE(*works.early_share, *waits.early_share);
 }
 
+TEST(LateSuite, FourBitWeightsAreMultipliedInBf16) {
+  Recorder recorder;
+  LateOptions options = small_options();
+  options.dtype = DType::kF4E2M1;
+  LateSession session(options, recorder);
+  session.run();
+  EXPECT_TRUE(recorder.failures.empty());
+  ASSERT_FALSE(recorder.rows.empty());
+  for (const LateRow& row : recorder.rows) EXPECT_EQ(row.dtype, "mxfp4");
+}
+
 TEST(LateSuite, OneRankWaitsForNobody) {
   Recorder recorder;
   LateOptions options = small_options();

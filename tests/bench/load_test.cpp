@@ -40,6 +40,29 @@ TEST(BenchLoad, LoadIsThatOfTheMostLoadedRank) {
   EXPECT_EQ(load.touched_bytes, (3 + 2) * kExpertBytes);
 }
 
+TEST(BenchLoad, FourBitsCountWithTheirScales) {
+  const BenchLayer layer =
+      bench_layer("mixtral-8x7b", ConfigOverrides{.hidden = 64, .intermediate = 32});
+  constexpr std::uint64_t kElements = 3 * 64 * 32, kGroups = kElements / 32;
+  const std::vector<std::int64_t> counts = {9, 0, 1, 1, 1, 5, 0, 0};
+  for (const auto& [dtype, scale_bytes] :
+       {std::pair(DType::kF4E2M1, 1), std::pair(DType::kU4, 2)}) {
+    const MoeWeights weights = generate_weights(layer.spec, dtype, 1);
+    const std::uint64_t expert = kElements / 2 + kGroups * static_cast<std::uint64_t>(scale_bytes);
+    const Load load = heaviest_load(layer.spec, weights, counts, 17, 1);
+    EXPECT_EQ(load.touched_bytes, 5 * expert);
+    EXPECT_EQ(load.flops, 17 * 2.0 * kElements);
+    // So does a floor that is bound by reading.
+    const machine::GpuFacts facts{.gpu = "a GPU",
+                                  .launch_seconds = {1e-6, "here"},
+                                  .read_bytes_per_second = {1e6, "here"},
+                                  .bf16_flops_per_second = machine::Roof{1e18, "here"}};
+    const auto floor = machine::floor_us(facts, load, DType::kBF16, 1);
+    ASSERT_TRUE(floor.has_value());
+    EXPECT_NEAR(*floor, 1 + static_cast<double>(5 * expert), 1e-6);
+  }
+}
+
 TEST(BenchLoad, Percentiles) {
   EXPECT_EQ(percentile({3}, 0.9), 3);
   EXPECT_EQ(percentile({5, 1, 4, 2, 3}, 0.5), 3);

@@ -44,7 +44,8 @@ TEST(BenchSuite, GridsOfTheirIssue) {
     EXPECT_EQ(plan.suite, name);
     for (const BenchLayer& layer : plan.layers) {
       EXPECT_NO_THROW(validate(layer.spec));
-      if (plan.over_ranks || layer.spec.shared_intermediate > 0) continue;
+      // The rival has the gate, and no experts of four bits.
+      if (plan.given_routing || layer.spec.shared_intermediate > 0) continue;
       EXPECT_EQ(torch_refusal(layer.spec, plan.compute), "") << layer.model;
     }
   }
@@ -71,7 +72,8 @@ TEST(BenchSuite, Fp8IsTheGridOfBf16) {
 // The whole layer, in both types, over every power of two.
 TEST(BenchSuite, Astero) {
   const BenchPlan plan = bench_suite("astero");
-  EXPECT_THAT(plan.dtypes, ElementsAre(DType::kF8E4M3, DType::kBF16));
+  EXPECT_THAT(plan.types, ElementsAre(BenchTypes{DType::kF8E4M3, DType::kF8E4M3},
+                                      BenchTypes{DType::kBF16, DType::kBF16}));
   EXPECT_EQ(plan.dtype, DType::kF8E4M3);
   EXPECT_EQ(plan.compute, DType::kF8E4M3);
   EXPECT_FALSE(plan.over_ranks);
@@ -115,7 +117,8 @@ TEST(BenchSuite, OverRanksAreTheRoutedExpertsAlone) {
     EXPECT_EQ(plan.layers.size(), shapes.size());
     EXPECT_THAT(plan.tokens, ElementsAre(1, 8, 64, 256, 512, 1024, 2048, 4096, 8192));
     EXPECT_THAT(plan.betas, ElementsAre(1));
-    for (const auto& [model, spec] : plan.layers) {
+    for (const auto& [model, spec, weights] : plan.layers) {
+      EXPECT_FALSE(weights.has_value());
       EXPECT_EQ((Shape{spec.hidden, spec.intermediate, spec.num_experts, spec.top_k}),
                 shapes.at(model));
       EXPECT_EQ(spec.shared_intermediate, 0) << model;
@@ -142,6 +145,36 @@ TEST(BenchSuite, OverRanksAreTheRoutedExpertsAlone) {
   EXPECT_EQ(thesis.layers.size(), 4u);
   EXPECT_FALSE(bench_suite("one_gpu_thesis").over_ranks);
   EXPECT_FALSE(bench_suite("one_gpu_thesis").given_routing);
+}
+
+TEST(BenchSuite, FourBitIsTheGridOfItsIssue) {
+  constexpr DType kMxfp4 = DType::kF4E2M1, kInt4 = DType::kU4;
+  using Shape = std::array<int, 4>;  // hidden, intermediate, experts, top_k
+  const std::map<std::string, Shape> shapes = {
+      {"gpt-oss-20b", {2880, 2880, 32, 4}},      {"gpt-oss-120b", {2880, 2880, 128, 4}},
+      {"v4-flash-routed", {4096, 2048, 256, 6}}, {"v4-pro-routed", {7168, 3072, 96, 6}},
+      {"kimi-k3", {3584, 3072, 56, 16}},         {"kimi-k2-routed", {7168, 2048, 48, 8}}};
+  for (const char* name : {"four_bit", "ep_four_bit"}) {
+    const BenchPlan plan = bench_suite(name);
+    EXPECT_EQ(plan.over_ranks, plan.suite == "ep_four_bit");
+    EXPECT_TRUE(plan.given_routing);
+    EXPECT_EQ(plan.dtype, kMxfp4);
+    EXPECT_EQ(plan.compute, DType::kBF16);
+    EXPECT_THAT(plan.types,
+                ElementsAre(BenchTypes{kMxfp4, DType::kBF16}, BenchTypes{kMxfp4, DType::kF8E4M3},
+                            BenchTypes{kInt4, DType::kBF16}));
+    EXPECT_THAT(plan.tokens, ElementsAre(1, 8, 64, 256, 1024, 2048, 8192));
+    EXPECT_THAT(plan.betas, ElementsAre(1));
+    ASSERT_EQ(plan.layers.size(), shapes.size());
+    for (const BenchLayer& layer : plan.layers) {
+      const LayerSpec& spec = layer.spec;
+      EXPECT_EQ((Shape{spec.hidden, spec.intermediate, spec.num_experts, spec.top_k}),
+                shapes.at(layer.model));
+      EXPECT_EQ(spec.shared_intermediate, 0) << layer.model;
+      EXPECT_EQ(layer.has(kInt4), layer.model == "kimi-k2-routed");
+      EXPECT_EQ(layer.has(kMxfp4), layer.model != "kimi-k2-routed");
+    }
+  }
 }
 
 TEST(BenchSuite, RivalsArithmetic) {

@@ -97,6 +97,29 @@ TEST_F(Bench, Fp8Arithmetic) {
   }
 }
 
+TEST_F(Bench, FourBitWeights) {
+  // Gate, up and down of an expert: half a byte for each element, and one or two for each group.
+  constexpr int kElements = 3 * 64 * 32, kGroups = kElements / 32;
+  const auto expect_rows = [&](const Arguments& options, const char* weights, const char* tokens_in,
+                               int expert_bytes) {
+    const std::string file = path + weights + tokens_in;
+    const Completed done = run_well(join(join(kBench, options), {"--verify", "--json", file}));
+    EXPECT_THAT(done.out, HasSubstr(std::string("weights in ") + weights));
+    for (const nlohmann::json& row : rows_of(file)) {
+      EXPECT_EQ(row["dtype"], weights);
+      EXPECT_EQ(row["weights"], weights);
+      EXPECT_EQ(row["compute"], tokens_in);
+      EXPECT_EQ(row["tokens_in"], tokens_in);
+      EXPECT_TRUE(row["rival_us"].is_null());
+      EXPECT_EQ(row["touched_bytes"], row["experts_hit"].get<int>() * expert_bytes);
+      EXPECT_LE(row["error"], row["error_bound"]);
+    }
+  };
+  expect_rows({"--dtype", "mxfp4"}, "mxfp4", "bf16", kElements / 2 + kGroups);
+  expect_rows({"--dtype", "mxfp4", "--compute", "fp8"}, "mxfp4", "fp8", kElements / 2 + kGroups);
+  expect_rows({"--dtype", "int4"}, "int4", "bf16", kElements / 2 + 2 * kGroups);
+}
+
 TEST_F(Bench, ARivalThatFailsLeavesTheRows) {
   const Completed done =
       run_switchyard(join(kBench, {"--json", path, "--against", "torch", "--torch-script",
@@ -161,6 +184,28 @@ TEST_F(Bench, RefusesWhatMakesNoSense) {
                  invalid, {"deepseek-v3", "shared expert"});
 }
 
+TEST_F(Bench, FourBitSuiteMeasuresEachModelInItsTypes) {
+  const Arguments suite = {"bench", "--suite", "four_bit", "--backend", "cpu", "--quick"};
+  const Completed done = run_well(join(suite, {"--repeat", "1", "--json", path}));
+  EXPECT_THAT(done.out, HasSubstr("--quick on the processor: gpt-oss-20b, tokens 8, in mxfp4"));
+  const nlohmann::json rows = rows_of(path);
+  ASSERT_EQ(rows.size(), 1u);
+  EXPECT_EQ(rows[0]["suite"], "four_bit");
+  EXPECT_EQ(rows[0]["routing"], "given");
+  EXPECT_EQ(rows[0]["weights"], "mxfp4");
+  EXPECT_EQ(rows[0]["tokens_in"], "bf16");
+  expect_refused({"--suite", "four_bit", "--dtype", "fp8"}, "invalid_argument",
+                 {"--dtype is fp8", "four_bit is measured in mxfp4, int4"});
+  expect_refused({"--suite", "four_bit", "--dtype", "int4", "--compute", "fp8"}, "invalid_argument",
+                 {"--compute is fp8", "four_bit is measured in bf16"});
+  expect_refused({"--suite", "four_bit", "--dtype", "int4", "--model", "kimi-k3"},
+                 "invalid_argument", {"kimi-k3", "it has kimi-k2-routed"});
+  expect_refused({"--suite", "ep_four_bit", "--backend", "cpu"}, "invalid_argument",
+                 {"over ranks", "--model gpt-oss-20b --experts 16 --dtype mxfp4"});
+  expect_refused({"--model", "olmoe", "--dtype", "int4", "--compute", "fp8"}, "invalid_argument",
+                 {"they are int4", "fp8 or mxfp4"});
+}
+
 TEST_F(Bench, GroupedMeasuresChecksAndKeepsRows) {
   const Arguments grouped = {"bench", "grouped", "--backend", "cpu", "--experts", "8", "--n", "96",
                              "--k",   "160",     "--repeat",  "3",   "--json",    path};
@@ -185,17 +230,22 @@ TEST_F(Bench, GroupedMeasuresChecksAndKeepsRows) {
   }
 
   // Points of their own: another type, an activation, rows that a router deals.
-  for (const char* dtype : {"fp8", "f32", "f16"}) {
+  for (const char* dtype : {"fp8", "f32", "f16", "mxfp4", "int4"}) {
     run_well(join(grouped, {"--rows", "6", "--dtype", dtype}));
   }
   run_well(join(grouped, {"--rows", "6", "--swiglu", "--balancedness", "1,0.6"}));
   rows = rows_of(path);
-  ASSERT_EQ(rows.size(), 7u);
+  ASSERT_EQ(rows.size(), 9u);
   EXPECT_EQ(rows[2]["dtype"], "fp8");
   EXPECT_EQ(rows[2]["touched_bytes"], 8 * (96 * 160 + 2 * 4));
-  EXPECT_EQ(rows[6]["activation"], "swiglu");
-  EXPECT_EQ(rows[6]["beta"], 0.6);
-  EXPECT_LT(rows[6]["beta_reached"], rows[5]["beta_reached"]);
+  EXPECT_EQ(rows[5]["dtype"], "mxfp4");
+  EXPECT_EQ(rows[5]["compute"], "bf16");
+  EXPECT_EQ(rows[5]["touched_bytes"], 8 * 96 * (160 / 2 + 160 / 32));
+  EXPECT_EQ(rows[6]["dtype"], "int4");
+  EXPECT_EQ(rows[6]["touched_bytes"], 8 * 96 * (160 / 2 + 160 / 32 * 2));
+  EXPECT_EQ(rows[8]["activation"], "swiglu");
+  EXPECT_EQ(rows[8]["beta"], 0.6);
+  EXPECT_LT(rows[8]["beta_reached"], rows[7]["beta_reached"]);
   for (const nlohmann::json& row : rows) EXPECT_LE(row["error"], row["error_bound"]);
 
   // Rows of layers are another file's.
@@ -216,6 +266,8 @@ TEST_F(Bench, GroupedRefusesWhatMakesNoSense) {
   expect_refused(join(suite, {"--verify"}), invalid, {"--verify"});
   expect_refused(join(suite, {"--cold"}), invalid, {"--cold is for --backend cuda"});
   expect_refused(join(suite, {"--n", "64"}), invalid, {"--experts, --n and --k", "only 1"});
+  expect_refused(join(suite, {"--experts", "2", "--n", "64", "--k", "80", "--dtype", "mxfp4"}),
+                 invalid, {"--k is 80", "32 columns"});
   expect_refused(join(suite, {"--n", "64", "--k", "64"}), invalid, {"only 2 of them are"});
   expect_refused(join(suite, {"--experts", "2", "--n", "63", "--k", "64", "--swiglu"}), invalid,
                  {"--n is 63", "even"});

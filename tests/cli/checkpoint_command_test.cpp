@@ -32,6 +32,18 @@ TEST(MakeCheckpoint, WritesShardsAndTellsSo) {
   EXPECT_THAT(done.out, HasSubstr(std::to_string(shards) + " safetensors files"));
 }
 
+TEST(MakeCheckpoint, TellsOfFourBits) {
+  const TemporaryDirectory directory;
+  const std::string path = (directory / "model").string();
+  const Completed done = run_well({"make-checkpoint", "--model", "gpt-oss-20b", "--experts", "4",
+                                   "--hidden", "64", "--intermediate", "32", "--out", path});
+  EXPECT_THAT(done.out, HasSubstr("1 MoE layer of gpt-oss-20b in mxfp4"));
+  EXPECT_THAT(read_file(path + "/config.json"), HasSubstr("\"quant_method\": \"mxfp4\""));
+  expect_told({"make-checkpoint", "--model", "gpt-oss-20b", "--dtype", "int4", "--out",
+               (directory / "other").string()},
+              2, "gpt_oss has no published int4 layout");
+}
+
 // The checkpoint would have 3 GB. The command is interrupted after some milliseconds and must leave
 // nothing.
 TEST(MakeCheckpoint, InterruptedItLeavesNothing) {

@@ -229,6 +229,36 @@ TEST(Run, Fp8WeightsComputeInFp8UnlessToldOtherwise) {
   expect_told(join({"run", "--compute", "fp8"}, kTiny), 2, "is bf16");
 }
 
+TEST(Run, FourBitWeightsComputeInBf16UnlessToldOtherwise) {
+  const Arguments common = join({"--ranks", "2", "--verify"}, kTiny);
+  for (const auto& [name, exact, scale_bytes] :
+       {std::tuple("mxfp4", "f4_e2m1", 1), std::tuple("int4", "u4", 2)}) {
+    for (const char* dtype : {name, exact}) {
+      const auto json = run_json(join({"--dtype", dtype}, common));
+      EXPECT_EQ(json["world"]["backend"], "cpu");
+      EXPECT_EQ(json["world"]["compute"], "bf16");
+      EXPECT_EQ(json["weights"]["dtype"], exact);
+      EXPECT_EQ(json["weights"]["bytes"], 16 * 3 * 64 * 32 * (16 + scale_bytes) / 32);
+      EXPECT_TRUE(json["verification"]["ok"]);
+    }
+  }
+  const auto fp8 = run_json(join({"--dtype", "mxfp4", "--compute", "fp8"}, common));
+  EXPECT_EQ(fp8["world"]["compute"], "f8_e4m3");
+  EXPECT_TRUE(fp8["verification"]["ok"]);
+  const auto usual = run_json({"--model", "gpt-oss-20b", "--experts", "4", "--hidden", "64",
+                               "--intermediate", "32", "--tokens", "5"});
+  EXPECT_EQ(usual["weights"]["dtype"], "f4_e2m1");
+
+  expect_told(join({"run", "--dtype", "int4", "--compute", "fp8"}, kTiny), 2, "is u4");
+  for (const char* dtype : {"nf4", "fp4", "mxfp8", "MXFP4", "f8_e8m0"}) {
+    expect_told(join({"run", "--dtype", dtype}, kTiny), 2,
+                "use bf16, f32, f16, fp8, mxfp4 or int4");
+  }
+  expect_told(join({"run", "--compute", "mxfp4"}, kTiny), 2, "use bf16, f32 or fp8");
+  expect_told({"run", "--model", "olmoe", "--hidden", "72", "--dtype", "mxfp4"}, 2,
+              "hidden 72 and intermediate 1024 must be multiples");
+}
+
 TEST(Run, BackendIsToldAndTheCpuWithoutAGpu) {
   const auto json = run_json(join({"--tokens", "10", "--backend", "cpu"}, kTiny));
   EXPECT_EQ(json["world"]["backend"], "cpu");
@@ -287,7 +317,7 @@ TEST(Run, OneRankSendsNothing) {
 
 TEST(Run, VerifiesEveryModelAndDType) {
   for (const ModelEntry& entry : model_table()) {
-    for (const char* dtype : {"bf16", "fp8", "f32"}) {
+    for (const char* dtype : {"bf16", "fp8", "f32", "mxfp4", "int4"}) {
       const Completed done =
           run_switchyard({"run", "--model",        entry.name, "--experts", "16",  "--hidden",
                           "128", "--intermediate", "64",       "--dtype",   dtype, "--tokens",

@@ -627,7 +627,7 @@ TEST(ModelTable, EveryEntryParsesAndUnknownNamesAreExplained) {
     EXPECT_GT(config.vocab_size, 0);
     EXPECT_EQ(&find_model(entry.name), &find_model(std::string(entry.name)));
   }
-  EXPECT_EQ(model_table().size(), 29u);
+  EXPECT_EQ(model_table().size(), 31u);
   EXPECT_ERROR(find_model("deepseek-v5"), ErrorCode::kInvalidArgument,
                "unknown model 'deepseek-v5'", "deepseek-v2", "deepseek-v3");
   EXPECT_ERROR(find_model(std::string(1 << 20, 'x')), ErrorCode::kInvalidArgument, "unknown model");

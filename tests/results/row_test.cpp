@@ -63,6 +63,25 @@ TEST(ResultRows, TheGateIsAsTheRoutingSays) {
   EXPECT_THROW(parsed(given), Error);
 }
 
+// Rows of four-bit weights name the two types again, as their suites' readers expect.
+TEST(ResultRows, FourBitRowsNameTheirTypesAgain) {
+  EXPECT_EQ(parsed(good_row()).weights, "");
+  json four = good_row_with("dtype", "mxfp4");
+  four["compute"] = "fp8";
+  four["weights"] = "mxfp4";
+  four["tokens_in"] = "fp8";
+  const Row row = parsed(four);
+  EXPECT_EQ(row.weights, "mxfp4");
+  EXPECT_EQ(row.tokens_in, "fp8");
+  EXPECT_EQ(test::parsed(to_json(row))["weights"], "mxfp4");
+  for (const char* field : {"weights", "tokens_in"}) {
+    json other = four;
+    other[field] = "bf16";
+    EXPECT_ERROR(parse_rows<Row>(json::array({other}).dump(), "a.json"), ErrorCode::kInvalidFile,
+                 field);
+  }
+}
+
 TEST(ResultRows, OlderAndFloorlessRowsLackFields) {
   json row = good_row();
   for (const char* field : {"compute", "routing", "beta_reached", "expert_load"}) row.erase(field);

@@ -106,7 +106,7 @@ void add_exchange(Command& bench, const std::string& typed) {
   command.add_whole("--ranks", o->ranks, 1, protocol::kMaxRanks, "Ranks (default 2)");
   add_wholes(command, "--tokens", o->tokens, 1 << 20, "Tokens of each rank (default the suite's)");
   add_routing_options(command, o->hidden, o->experts, o->top_k);
-  command.add_dtype("--dtype", o->dtype, true, "Tokens in bf16 or fp8 (default both)");
+  command.add_dtype("--dtype", o->dtype, TypeOf::kOperands, "Tokens in bf16 or fp8 (default both)");
   command.add_flag("--pre-sum", o->pre_sum,
                    "A token's results of one rank are summed before they travel");
   add_common_options(command, *o, "Only 8 and 512 tokens, 10 calls each");

@@ -51,6 +51,10 @@ void check(const GroupedCommand& o) {
   if (o.swiglu && o.n % 2 != 0) {
     refuse(fmt::format("--n is {}, but half of a gated product is gate; give an even one", o.n));
   }
+  if (o.dtype && is_four_bit(*o.dtype) && o.k % kMxGroup != 0) {
+    refuse(fmt::format("--k is {}, but --dtype {} has a scale for {} columns; give a multiple", o.k,
+                       short_name(*o.dtype), kMxGroup));
+  }
   if (o.only_graph && o.no_graph) {
     refuse("--graph and --no-graph leave nothing to time; both are timed without either");
   }
@@ -147,8 +151,10 @@ int run(const GroupedCommand& o) {
   if (!o.machine_facts.empty()) options.facts = machine::read_gpu_facts(o.machine_facts);
   RowsPrinter<bench::GroupedObserver, GroupedRow> printer(json, print);
   bench::GroupedSession session(options, printer);
-  print_head(fmt::format("{}; GroupedGemm alone, weights and rows in {}", session.machine(),
-                         short_name(options.dtype)),
+  print_head(fmt::format("{}; GroupedGemm alone, {}", session.machine(),
+                         is_four_bit(options.dtype)
+                             ? fmt::format("weights in {}, rows in bf16", short_name(options.dtype))
+                             : fmt::format("weights and rows in {}", short_name(options.dtype))),
              session.why_no_floor(), heading());
   session.run(points);
   return printer.exit_code();
@@ -169,7 +175,10 @@ void add_grouped(Command& bench, const std::string& typed) {
              "Rows of tokens per expert (default the suite's, or 4,16,64,128,512)");
   add_fractions(command, "--balancedness", o->betas, "Of the experts' rows (default: equal)");
   command.add_flag("--swiglu", o->swiglu, "SwiGLU behind the product, or only such points");
-  command.add_dtype("--dtype", o->dtype, true, "Weights and rows in bf16, f32, f16 or fp8");
+  command.add_dtype("--dtype", o->dtype, TypeOf::kWeights,
+                    fmt::format("Weights in {}\n(default bf16), and rows in the same, or in bf16 "
+                                "if that has four bits",
+                                type_names(TypeOf::kWeights)));
   add_common_options(command, *o,
                      "Only 64 and 512 rows, 20 passes each; with --backend cpu one point");
   command.heading("Measurement");

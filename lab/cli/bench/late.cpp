@@ -5,6 +5,7 @@
 
 #include "base/names.h"
 #include "base/plural.h"
+#include "bench/measure.h"
 #include "cli/bench/common.h"
 #include "cli/lists.h"
 #include "protocol/control.h"
@@ -63,8 +64,9 @@ int run(const LateCommand& o) {
   static_cast<bench::RunNote&>(options) = o;
   RowsPrinter<bench::LateObserver, LateRow> printer(json, print);
   bench::LateSession session(options, printer);
-  print_head(fmt::format("{}; {}, weights and arithmetic in {}", session.machine(),
-                         plural(options.ranks, "rank"), short_name(options.dtype)),
+  print_head(fmt::format("{}; {}, weights in {}, arithmetic in {}", session.machine(),
+                         plural(options.ranks, "rank"), short_name(options.dtype),
+                         short_name(bench::default_compute(options.dtype))),
              "", heading());
   session.run();
   return printer.exit_code();
@@ -81,7 +83,8 @@ void add_late(Command& bench, const std::string& typed) {
   add_wholes(command, "--tokens", o->tokens, 1 << 20, "Tokens of each rank (default the suite's)");
   add_wholes(command, "--late", o->late_us, 10'000'000,
              "Microseconds by which a rank comes late (default the suite's)");
-  command.add_dtype("--dtype", o->dtype, true, "Weights and arithmetic (default bf16)");
+  command.add_dtype("--dtype", o->dtype, TypeOf::kWeights,
+                    fmt::format("Weights in {}\n(default bf16)", type_names(TypeOf::kWeights)));
   add_common_options(command, *o,
                      "One model, 8 tokens, the least and the most late, 5 passes each");
   command.footer(kHelp);

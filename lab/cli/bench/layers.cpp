@@ -31,6 +31,7 @@ namespace {
 
 using bench::BenchLayer;
 using bench::BenchPlan;
+using bench::BenchTypes;
 using bench::MeasureOptions;
 
 struct LayersCommand : CommonOptions {
@@ -61,16 +62,18 @@ constexpr const char* kHelp = R"(Examples:
   switchyard bench layers --model mixtral-8x7b --tokens 64,256 --balancedness 1,0.7 --dtype fp8
   switchyard bench layers --suite astero --dtype fp8 --json results/astero.json
   switchyard bench layers --suite thesis --ranks 2 --json results/thesis.json
+  switchyard bench layers --suite four_bit --dtype mxfp4 --compute fp8 --json four_bit.json
   switchyard bench layers --suite ep_fp8 --model v3-routed --tokens 8,512 --ranks 2 --json ep.json
 
 Each point is one layer with random weights, gate included. On a GPU its device's clock counts, for
 8 or more passes in a row, on copies of the layer in turn, so that no weight is read from the cache,
 as in a model of many layers; with --cold, for one pass at a time behind a flush of the L2 cache,
 which takes the kernel's own code out of it, too. 'time us' is that of a replayed CUDA graph, 'no
-graph' that of plain calls. FP8 weights have a scale per 128 x 128; activations are bf16, which a
-layer that computes in FP8 quantises itself. Balancedness is the entropy of the experts' histogram
-over its maximum; the gate itself computes it, from activations and a router made for it. With
---suite, --model, --tokens and --balancedness choose among the suite's points.
+graph' that of plain calls. FP8 weights have a scale per 128 x 128, MXFP4 and INT4 one per 32
+columns of a row; activations are bf16, which a layer that computes in FP8 quantises itself.
+Balancedness is the entropy of the experts' histogram over its maximum; the gate itself computes it,
+from activations and a router made for it. With --suite, --model, --tokens, --balancedness, --dtype
+and --compute choose among the suite's points.
 
 F is the floor, the least time of one launch on this GPU: max(launch + touched weight bytes / read
 rate, FLOPs / rate of the arithmetic). This build knows these roofs of the NVIDIA H200. For another
@@ -117,10 +120,12 @@ void add_point_options(Command& command, LayersCommand& o) {
             list_help("Layers of these models: those of 'switchyard models',",
                       layers_beside_the_table(), "and"));
   add_override_options(command, o.overrides);
-  command.add_dtype("--dtype", o.dtype, true,
-                    "Expert weights in bf16, f32, f16 or fp8 (default bf16, or the suite's)");
-  command.add_dtype("--compute", o.compute, false,
-                    "Arithmetic in bf16, f32 or fp8 (default: by the weights)");
+  command.add_dtype("--dtype", o.dtype, TypeOf::kWeights,
+                    fmt::format("Expert weights in {}\n(default bf16, or the suite's)",
+                                type_names(TypeOf::kWeights)));
+  command.add_dtype(
+      "--compute", o.compute, TypeOf::kArithmetic,
+      fmt::format("Arithmetic in {} (default: by the weights)", type_names(TypeOf::kArithmetic)));
   add_wholes(command, "--tokens", o.tokens, 1 << 20,
              "Tokens per pass and rank (default 1,8,32,128,512,2048,8192)");
   add_fractions(command, "--balancedness", o.betas, "Of the routing (default 1)");
@@ -140,8 +145,9 @@ void add_measure_options(Command& command, LayersCommand& o) {
   add_gpu_timing_options(command, o.only_graph, o.no_graph, o.measure.cold, o.machine_facts);
   command.add_flag("--given-routing", o.measure.given_routing,
                    "Time passes without the gate, on the ids and weights that it chose\n(what "
-                   "suites ep_* do)");
-  command.add_flag("--gated", o.gated, "Time passes with the gate in suites ep_*, too");
+                   "suites ep_* and four_bit do)");
+  command.add_flag("--gated", o.gated,
+                   "Time passes with the gate in suites ep_* and four_bit, too");
   command.add_flag("--verify", o.measure.verify, "Compare some tokens of each point with fp64");
 }
 
@@ -171,16 +177,37 @@ void add_rival_options(Command& command, LayersCommand& o) {
       .needs(against);
 }
 
-// Leaves those of the suite's types that were asked for, of weights or of arithmetic.
-void keep_type(const char* option, const std::optional<DType>& given, BenchPlan& plan) {
+// Leaves those of the suite's types whose `part`, weights or arithmetic, was asked for.
+void keep_type(const char* option, const std::optional<DType>& given, DType BenchTypes::*part,
+               BenchPlan& plan) {
   if (!given) return;
   std::vector<std::string> names;
-  for (const DType dtype : plan.dtypes) names.emplace_back(short_name(dtype));
-  if (std::erase_if(plan.dtypes, [&](DType dtype) { return dtype != *given; }) < names.size()) {
-    return;
+  for (const BenchTypes& types : plan.types) {
+    const std::string name = short_name(types.*part);
+    if (std::find(names.begin(), names.end(), name) == names.end()) names.push_back(name);
   }
+  std::erase_if(plan.types, [&](const BenchTypes& types) { return types.*part != *given; });
+  if (!plan.types.empty()) return;
   refuse(fmt::format("{} is {}, but the suite {} is measured in {}; leave it out, or give --model",
                      option, short_name(*given), plan.suite, join(names, ", ")));
+}
+
+// Leaves the types that a layer has.
+void leave_used_types(BenchPlan& plan) {
+  std::erase_if(plan.types, [&plan](const BenchTypes& types) {
+    return std::none_of(plan.layers.begin(), plan.layers.end(),
+                        [&](const BenchLayer& layer) { return layer.has(types.weights); });
+  });
+  plan.dtype = plan.types.front().weights;
+  plan.compute = plan.types.front().compute;
+}
+
+// Leaves the layers that have a type of the plan.
+void leave_typed_layers(BenchPlan& plan) {
+  std::erase_if(plan.layers, [&plan](const BenchLayer& layer) {
+    return std::none_of(plan.types.begin(), plan.types.end(),
+                        [&](const BenchTypes& types) { return layer.has(types.weights); });
+  });
 }
 
 BenchPlan suite_plan(const LayersCommand& o) {
@@ -189,9 +216,9 @@ BenchPlan suite_plan(const LayersCommand& o) {
                        join(given, ", ")));
   }
   BenchPlan plan = bench::bench_suite(o.suite);
-  keep_type("--dtype", o.dtype, plan);
-  keep_type("--compute", o.compute, plan);
-  plan.dtype = plan.compute = plan.dtypes.front();
+  keep_type("--dtype", o.dtype, &BenchTypes::weights, plan);
+  keep_type("--compute", o.compute, &BenchTypes::compute, plan);
+  leave_typed_layers(plan);
   std::vector<std::string> models;
   for (const BenchLayer& layer : plan.layers) {
     if (std::find(models.begin(), models.end(), layer.model) == models.end()) {
@@ -202,21 +229,20 @@ BenchPlan suite_plan(const LayersCommand& o) {
   std::erase_if(plan.layers, [&](const BenchLayer& layer) {
     return std::find(models.begin(), models.end(), layer.model) == models.end();
   });
+  leave_used_types(plan);
   keep_named(plan.tokens, o.tokens, "--tokens", o.suite);
   keep_named(plan.betas, o.betas, "--balancedness", o.suite);
   return plan;
 }
 
-// Returns the type that a layer computes in if LayerOptions::compute is empty.
-DType default_compute(DType weights) { return weights == DType::kF16 ? DType::kF32 : weights; }
-
 void choose_types(const LayersCommand& o, BenchPlan& plan) {
   plan.dtype = o.dtype.value_or(DType::kBF16);
-  plan.compute = o.compute.value_or(default_compute(plan.dtype));
-  if (plan.compute == DType::kF8E4M3 && plan.dtype != DType::kF8E4M3) {
+  plan.compute = o.compute.value_or(bench::default_compute(plan.dtype));
+  const bool multiplies_fp8 = plan.dtype == DType::kF8E4M3 || plan.dtype == DType::kF4E2M1;
+  if (plan.compute == DType::kF8E4M3 && !multiplies_fp8) {
     refuse(
-        fmt::format("--compute fp8 needs expert weights in fp8, but they are {}; give --dtype "
-                    "fp8, or --compute bf16",
+        fmt::format("--compute fp8 needs expert weights in fp8 or mxfp4, but they are {}; give "
+                    "--dtype fp8, or --compute bf16",
                     short_name(plan.dtype)));
   }
 }
@@ -228,7 +254,7 @@ BenchPlan model_plan(const LayersCommand& o) {
   }
   BenchPlan plan{.suite = "custom"};
   choose_types(o, plan);
-  plan.dtypes = {plan.dtype};
+  plan.types = {{plan.dtype, plan.compute}};
   for (const std::string& model : o.models)
     plan.layers.push_back(naming_overrides(model, o.overrides,
                                            [&] { return bench::bench_layer(model, o.overrides); }));
@@ -249,12 +275,14 @@ BenchPlan make_plan(const LayersCommand& o) {
   return plan;
 }
 
-// The layer with the fewest bytes of weights.
-std::vector<BenchLayer>::const_iterator smallest_layer(const BenchPlan& plan, DType dtype) {
-  return std::min_element(plan.layers.begin(), plan.layers.end(),
-                          [dtype](const BenchLayer& a, const BenchLayer& b) {
-                            return generated_bytes(a.spec, dtype) < generated_bytes(b.spec, dtype);
-                          });
+// The layer with the fewest bytes of weights of this type.
+BenchLayer smallest_layer(const BenchPlan& plan, DType dtype) {
+  std::vector<BenchLayer> layers = plan.layers;
+  std::erase_if(layers, [dtype](const BenchLayer& layer) { return !layer.has(dtype); });
+  return *std::min_element(layers.begin(), layers.end(),
+                           [dtype](const BenchLayer& a, const BenchLayer& b) {
+                             return generated_bytes(a.spec, dtype) < generated_bytes(b.spec, dtype);
+                           });
 }
 
 // How to try a suite over ranks where there are no GPUs for them: its smallest layer on one rank,
@@ -264,7 +292,7 @@ std::string try_on_cpu(const BenchPlan& plan) {
       "to try its layer on the processor, as one rank: switchyard bench layers --backend cpu "
       "--model {} "
       "--experts 16 --dtype {} --given-routing --tokens 8 --quick",
-      smallest_layer(plan, plan.dtypes.front())->model, short_name(plan.dtypes.front()));
+      smallest_layer(plan, plan.dtype).model, short_name(plan.dtype));
 }
 
 // Returns the number of ranks that was asked for. The default is one per GPU for a suite over
@@ -333,8 +361,9 @@ Backend choose_backend(const LayersCommand& o, int ranks) {
 // A suite on the processor: with --quick what takes seconds, unless the options name points.
 void choose_for_cpu(const LayersCommand& o, BenchPlan& plan) {
   if (!o.quick || o.suite.empty()) return;
-  if (!o.line->has("--dtype") && !o.line->has("--compute")) plan.dtypes.resize(1);
-  if (o.models.empty()) plan.layers = {*smallest_layer(plan, plan.dtypes.front())};
+  if (!o.line->has("--dtype") && !o.line->has("--compute")) plan.types.resize(1);
+  if (o.models.empty()) plan.layers = {smallest_layer(plan, plan.types.front().weights)};
+  leave_used_types(plan);
   if (o.tokens.empty()) {
     // The suite's, of which --quick for a GPU leaves others.
     const std::vector<std::int64_t> all = bench::bench_suite(o.suite).tokens;
@@ -346,14 +375,16 @@ void choose_for_cpu(const LayersCommand& o, BenchPlan& plan) {
   fmt::print(
       "--quick on the processor: {}, tokens {}, in {}; --model, --tokens, --balancedness and "
       "--dtype choose other points\n",
-      join(models, ", "), join(plan.tokens, ", "), short_name(plan.dtypes.front()));
+      join(models, ", "), join(plan.tokens, ", "), short_name(plan.dtype));
 }
 
 // Refuses a suite whose weights do not fit before any layer is measured, not hours later.
 void require_memory(const BenchPlan& plan) {
   const std::uint64_t available = host_memory().available;
-  for (const DType dtype : plan.dtypes) {
+  for (const BenchTypes& types : plan.types) {
+    const DType dtype = types.weights;
     for (const BenchLayer& layer : plan.layers) {
+      if (!layer.has(dtype)) continue;
       const std::uint64_t needed = generated_bytes(layer.spec, dtype);
       if (needed <= available) continue;
       throw Error(
@@ -363,7 +394,7 @@ void require_memory(const BenchPlan& plan) {
                       "--experts",
                       layer.model, short_name(dtype), format_bytes(static_cast<double>(needed)),
                       format_bytes(static_cast<double>(available)),
-                      dtype == DType::kF8E4M3 ? "" : " or --dtype fp8"));
+                      dtype == DType::kF8E4M3 || is_four_bit(dtype) ? "" : " or --dtype fp8"));
     }
   }
 }
@@ -380,7 +411,9 @@ void require_consistent(const LayersCommand& o, const BenchPlan& plan) {
                        plan.suite));
   }
   if (o.gated && !plan.given_routing) {
-    refuse("--gated is for suites ep_*, which otherwise leave out the gate; leave it out");
+    refuse(
+        "--gated is for suites ep_* and four_bit, which otherwise leave out the gate; leave it "
+        "out");
   }
   if (o.against.empty()) return;
   if (o.against != "torch") {
@@ -395,8 +428,10 @@ void require_consistent(const LayersCommand& o, const BenchPlan& plan) {
     refuse("--given-routing leaves out the gate, which the rival has; leave out --against");
   }
   if (plan.dtype != DType::kBF16 && plan.dtype != DType::kF8E4M3) {
-    refuse(fmt::format("--against torch needs a router in bf16, but --dtype is {}; use bf16 or fp8",
-                       short_name(plan.dtype)));
+    refuse(
+        fmt::format("--against torch computes with experts in bf16 or fp8 and a router in bf16, "
+                    "but --dtype is {}; use bf16 or fp8",
+                    short_name(plan.dtype)));
   }
   bench::find_torch_script(o.torch.script);
   for (const BenchLayer& layer : plan.layers) {
@@ -478,15 +513,17 @@ int run(LayersCommand o) {
   if (!o.against.empty()) options.torch = o.torch;
 
   int exit_code = kExitOk;
-  for (const DType dtype : plan.dtypes) {
+  for (const BenchTypes& types : plan.types) {
     options.plan = plan;
-    options.plan.dtype = dtype;
-    if (plan.dtypes.size() > 1) options.plan.compute = dtype;
+    options.plan.dtype = types.weights;
+    options.plan.compute = types.compute;
+    std::erase_if(options.plan.layers,
+                  [&types](const BenchLayer& layer) { return !layer.has(types.weights); });
     Printer printer(json, print, o.keep_rival);
     bench::Session session(options, printer);
-    if (dtype != plan.dtypes.front()) fmt::print("\n");
+    if (types != plan.types.front()) fmt::print("\n");
     print_head(fmt::format("{}; weights in {}, arithmetic in {}{}", session.machine(),
-                           short_name(dtype), short_name(options.plan.compute),
+                           short_name(types.weights), short_name(types.compute),
                            o.measure.given_routing ? ", gate not timed" : ""),
                session.why_no_floor(), row_heading());
     const std::vector<Row> rows = session.run();
