@@ -50,12 +50,23 @@ def as_blocks(packed):
     return packed.unflatten(-1, (-1, 16))
 
 
+class Dlpack:
+    """An array that only speaks DLPack."""
+
+    def __init__(self, array):
+        self.array = array
+
+    def __dlpack__(self, **options):
+        return self.array.__dlpack__()
+
+
 STORED = {
     "uint8": lambda packed: packed,
     "int8": lambda packed: packed.view(torch.int8),
     "int32": as_words,
     "blocks": as_blocks,
     "numpy": lambda packed: packed.numpy(),
+    "dlpack": lambda packed: Dlpack(packed.view(torch.int8)),
     "numpy words": lambda packed: as_words(packed).numpy(),
     "parameter": lambda packed: torch.nn.Parameter(packed, requires_grad=False),
     "strided": lambda packed: torch.cat((packed, packed), dim=2)[:, :, : packed.shape[2]],
