@@ -308,10 +308,11 @@ typedef struct sy_layer_spec {
 typedef struct sy_matrices {
   sy_tensor weight;  // [n, rows, cols], f32, f16, bf16 or f8_e4m3; any strides, so that transposed
                      // and interleaved weights need no copy. Or f4_e2m1 or u4, whose columns are
-                     // contiguous
-  sy_tensor scale;   // [n, ceil(rows / scale_rows), ceil(cols / scale_cols)], f32 or f8_e8m0; of
-                     // four-bit weights contiguous in a row, scale_rows 1 and scale_cols 32 or
-                     // 128: f8_e8m0 of f4_e2m1, f32, bf16 or f16 of u4
+                     // contiguous, with even strides between rows and experts
+  sy_tensor scale;   // [n, ceil(rows / scale_rows), ceil(cols / scale_cols)], f32 or f8_e8m0.
+                     // Four-bit weights have theirs read in place, contiguous in a row, with
+                     // scale_rows 1: f8_e8m0 and scale_cols 32 for f4_e2m1; f32, bf16 or f16 and
+                     // scale_cols 32 or 128 for u4
   sy_tensor bias;    // [n, rows], f32, f16 or bf16
   int64_t scale_rows;
   int64_t scale_cols;
@@ -333,6 +334,9 @@ typedef struct sy_layer_weights {
   // all ranks; then n is of places, of all or of this rank's (sy_own_experts() of them). Absent:
   // expert e is at place e, and nowhere else.
   sy_tensor placement;
+  // Zero points of u4 weights: [n, rows, cols / scale_cols], u8, 0 to 15, contiguous in a row, with
+  // the row stride of the scales. Absent: 8.
+  sy_tensor gate_zero, up_zero, down_zero;
 } sy_layer_weights;
 #define SY_LAYER_WEIGHTS_INIT \
   { .struct_size = sizeof(sy_layer_weights) }

@@ -244,6 +244,9 @@ class LayerWeights(Sized):
         ("shared_down", Matrices),
         ("shared_sigmoid", Tensor),
         ("placement", Tensor),
+        ("gate_zero", Tensor),
+        ("up_zero", Tensor),
+        ("down_zero", Tensor),
     ]
 
 

@@ -17,8 +17,9 @@ from .errors import DTypeMismatch, InvalidArgument, ShapeMismatch
 Array = TypeVar("Array")
 
 # Keys are the numbers of dtypes.
-DTYPE_NAMES = ["none", "f32", "f16", "bf16", "f8_e4m3", "i32", "i64", "u8", "f8_e8m0"]
-ITEM_SIZES = [0, 4, 2, 2, 1, 4, 8, 1, 1]
+DTYPE_NAMES = ["none", "f32", "f16", "bf16", "f8_e4m3", "i32", "i64", "u8", "f8_e8m0", "f4_e2m1", "u4"]
+# Bytes; of four-bit types 0, since two share one: see `_bytes`.
+ITEM_SIZES = [0, 4, 2, 2, 1, 4, 8, 1, 1, 0, 0]
 _NAMES = {
     "float32": _abi.F32,
     "float16": _abi.F16,
@@ -29,6 +30,8 @@ _NAMES = {
     "uint8": _abi.U8,
     "float8_e8m0fnu": _abi.F8_E8M0,
 }
+# Arrays that hold packed weights of four bits have these dtypes, too: their bytes are read.
+_PACKED = {"int8": _abi.U8, "float4_e2m1fn_x2": _abi.U8}
 _SHORT = {name: i for i, name in enumerate(DTYPE_NAMES)} | {
     "fp32": _abi.F32,
     "fp16": _abi.F16,
@@ -77,6 +80,11 @@ def dtype_code(dtype: Any, of: str = "") -> int:
     except TypeError:
         pass
     return code
+
+
+def _code_of(dtype: Any, name: str, packed: bool) -> int:
+    found = _PACKED.get(dtype_name(dtype)) if packed else None
+    return dtype_code(dtype, name) if found is None else found
 
 
 def is_torch(array: Any) -> bool:
@@ -159,7 +167,7 @@ def _make(
     if 0 in shape:
         # Nothing is there, so no stride means anything; numpy has strides of 0.
         strides = contiguous_strides(shape)
-    elif data % ITEM_SIZES[dtype]:
+    elif ITEM_SIZES[dtype] and data % ITEM_SIZES[dtype]:
         raise InvalidArgument(
             f"{name} begins at an address that is no multiple of its elements' "
             f"{count_text(ITEM_SIZES[dtype], 'byte')}; pass an aligned copy"
@@ -170,7 +178,9 @@ def _make(
     return tensor
 
 
-def describe(name: str, array: Any, *, write: bool = False) -> tuple[_abi.Tensor, Any]:
+def describe(
+    name: str, array: Any, *, write: bool = False, packed: bool = False
+) -> tuple[_abi.Tensor, Any]:
     """A descriptor of an array's memory, and what must be kept while it is used.
 
     All functions describe their arrays by this one.
@@ -181,6 +191,8 @@ def describe(name: str, array: Any, *, write: bool = False) -> tuple[_abi.Tensor
         The argument's, for errors.
     write : bool
         Whether the library writes to it.
+    packed : bool
+        Whether its elements may be bytes that hold several numbers each: int8 is uint8 then.
 
     Raises
     ------
@@ -189,18 +201,18 @@ def describe(name: str, array: Any, *, write: bool = False) -> tuple[_abi.Tensor
         written, of another byte order, not aligned, not dense.
     """
     if is_torch(array):
-        return _describe_torch(name, array, write)
+        return _describe_torch(name, array, write, packed)
     if is_numpy(array):
-        return _describe_numpy(name, array, write)
+        return _describe_numpy(name, array, write, packed)
     if hasattr(array, "__dlpack__"):
-        return _describe_dlpack(name, array, write)
+        return _describe_dlpack(name, array, write, packed)
     raise InvalidArgument(
         f"{name} is a {type(array).__name__}; pass a tensor of torch, an array of numpy, or another "
         "that has __dlpack__"
     )
 
 
-def _describe_torch(name: str, array: Any, write: bool) -> tuple[_abi.Tensor, Any]:
+def _describe_torch(name: str, array: Any, write: bool, packed: bool) -> tuple[_abi.Tensor, Any]:
     device = array.device
     if device.type not in ("cpu", "cuda"):
         raise InvalidArgument(f"{name} is on {device}; Switchyard takes cpu and cuda")
@@ -209,7 +221,7 @@ def _describe_torch(name: str, array: Any, write: bool) -> tuple[_abi.Tensor, An
         raise InvalidArgument(f"{name} is {array.layout}, not dense; pass a dense copy")
     if array.is_neg() or array.is_conj():
         raise InvalidArgument(f"{name} is a negated view; pass {name}.resolve_neg()")
-    dtype = dtype_code(array.dtype, name)
+    dtype = _code_of(array.dtype, name, packed)
     try:
         data = array.data_ptr()
     except RuntimeError as error:
@@ -221,13 +233,13 @@ def _describe_torch(name: str, array: Any, write: bool) -> tuple[_abi.Tensor, An
     return _make(name, data, dtype, kind, array.shape, array.stride()), array
 
 
-def _describe_numpy(name: str, array: Any, write: bool) -> tuple[_abi.Tensor, Any]:
+def _describe_numpy(name: str, array: Any, write: bool, packed: bool) -> tuple[_abi.Tensor, Any]:
     numpy = sys.modules["numpy"]
     if isinstance(array, numpy.ma.MaskedArray):
         raise InvalidArgument(f"{name} is masked, and masks are not read; pass {name}.filled(...)")
     if write and not array.flags.writeable:
         raise InvalidArgument(f"{name} is read-only, and would be written; pass a writeable array")
-    dtype = dtype_code(array.dtype, name)
+    dtype = _code_of(array.dtype, name, packed)
     size = ITEM_SIZES[dtype]
     if any(stride % size for stride in array.strides):
         raise InvalidArgument(
@@ -251,7 +263,7 @@ def _capsule_of(name: str, array: Any) -> Any:
         ) from error
 
 
-def _describe_dlpack(name: str, array: Any, write: bool) -> tuple[_abi.Tensor, Any]:
+def _describe_dlpack(name: str, array: Any, write: bool, packed: bool) -> tuple[_abi.Tensor, Any]:
     capsule = _capsule_of(name, array)
     flags = 0
     if _capsule_name(capsule) == b"dltensor_versioned":
@@ -267,7 +279,10 @@ def _describe_dlpack(name: str, array: Any, write: bool) -> tuple[_abi.Tensor, A
         raise InvalidArgument(
             f"{name} is a {type(array).__name__} that cannot be written in place; pass a writeable array"
         )
-    dtype = _DL_DTYPES.get((dl.code, dl.bits)) if dl.lanes == 1 else None
+    kind = (dl.code, dl.bits)
+    if packed and kind == (0, 8):
+        kind = (1, 8)
+    dtype = _DL_DTYPES.get(kind) if dl.lanes == 1 else None
     device_type = _DL_DEVICES.get(dl.device_type)
     if dtype is None or device_type is None:
         raise DTypeMismatch(
@@ -329,9 +344,11 @@ class Kept:
         # (from, to, how many times each row)
         self._repeated: list[tuple[Any, Any, int]] = []
 
-    def describe(self, name: str, array: Any, *, copied: bool = False) -> _abi.Tensor:
+    def describe(
+        self, name: str, array: Any, *, copied: bool = False, packed: bool = False
+    ) -> _abi.Tensor:
         """As `describe`. copied: whether the library may lay out a copy."""
-        tensor, kept = describe(name, array)
+        tensor, kept = describe(name, array, packed=packed)
         if is_torch(array):
             # The memory itself: the tensor may get another by `array.data = ...`.
             self._memory.append(array.untyped_storage())
@@ -449,11 +466,15 @@ def shape_of(tensor: _abi.Tensor) -> tuple[int, ...]:
     return tuple(tensor.shape[: tensor.ndim])
 
 
+def _bytes(dtype: int, elements: int) -> int:
+    return elements // 2 if dtype in (_abi.F4_E2M1, _abi.U4) else elements * ITEM_SIZES[dtype]
+
+
 def view(
     tensor: _abi.Tensor, *, offset: int = 0, shape: tuple[int, ...], strides: tuple[int, ...]
 ) -> _abi.Tensor:
     """Part of a tensor; `offset` in elements."""
-    address = (tensor.data or 0) + offset * ITEM_SIZES[tensor.dtype]
+    address = (tensor.data or 0) + _bytes(tensor.dtype, offset)
     device = (tensor.device_type, tensor.device_id)
     return _make("a view", address, tensor.dtype, device, shape, strides)
 

@@ -11,6 +11,7 @@ from typing import Any
 from . import _abi, _arrays, _cache, _values
 from ._activation import Activation
 from ._arrays import Array
+from ._four_bit import WeightFormat
 from ._library import check, library
 from ._options import KINDS, Diagnostics, Memory, Numerics, Placement, with_new_names
 from ._passes import Handle
@@ -33,6 +34,8 @@ class Experts(Handle):
     w13 : array [n, 2 I, H], or [n, I, H] where the activation is plain
         Gate and up projections, in `order`; bf16, fp16, fp32 or float8_e4m3fn. n is the number of
         this rank's experts, or of all. Any strides. Or two arrays, gate and up, of [n, I, H] each.
+        Weights of four bits, as `weight_format` says: [n, 2 I, H / 2] uint8 or int8, [n, 2 I, H / 8]
+        int32, or blocks [n, 2 I, H / 32, 16] uint8, with contiguous rows.
     w2 : array [n, H, I]
         Down projections.
     top_k : int
@@ -47,10 +50,16 @@ class Experts(Handle):
     w13_scale, w2_scale : array
         Of FP8 weights, f32 or float8_e8m0fnu: [n, ceil(2 I / block), ceil(H / block)], of blocks;
         [n, 2 I] or [n, 2 I, 1], of rows; [n], [n, 1], [n, 1, 1] or, gate and up apart, [n, 2], of
-        whole matrices.
+        whole matrices. Of weights of four bits, with contiguous rows and not transposed, [n, 2 I,
+        H / 32] float8_e8m0fnu or uint8 of "mxfp4"; [n, 2 I, H / 32 or H / 128] f32, bf16 or fp16 of
+        "int4".
     block : (int, int), optional
         Rows and columns of a block of w13 and w2, not transposed. None: 128 x 128 where a scale's
         shape says that it is of blocks.
+    weight_format : {"mxfp4", "int4"}, optional
+        Of packed w13 and w2: see docs/four_bit.md. None: they are not packed, or float4_e2m1fn_x2.
+    w13_zero, w2_zero : array, uint8, optional
+        Zero points of "int4", one in a byte, beside the scales and of their shape. None: 8.
     w13_bias, w2_bias : array [n, 2 I], [n, H]
         Optional.
     routing : Routing, optional
@@ -94,6 +103,9 @@ class Experts(Handle):
         w13_scale: Any = None,
         w2_scale: Any = None,
         block: tuple[int, int] | None = None,
+        weight_format: WeightFormat | None = None,
+        w13_zero: Any = None,
+        w2_zero: Any = None,
         w13_bias: Any = None,
         w2_bias: Any = None,
         routing: Routing | None = None,
@@ -113,7 +125,8 @@ class Experts(Handle):
             raise InvalidArgument(f"routing is {routing!r}; pass a switchyard.Routing")
         world = placement.world or world_of(memory.workspace)
         weights, sizes, keep = weights_of(
-            w13, w2, activation, order, transposed, w13_scale, w2_scale, block, w13_bias, w2_bias
+            w13, w2, activation, order, transposed, w13_scale, w2_scale, block, w13_bias, w2_bias,
+            weight_format, w13_zero, w2_zero,
         )
         count, intermediate, hidden = sizes
         put_placement(weights, placement.experts)
@@ -149,6 +162,7 @@ class Experts(Handle):
         self.transposed = transposed
         self.routing = routing
         self._block = block
+        self._weight_format = weight_format
         self._sizes = sizes
         self._has_biases = w13_bias is not None
 
@@ -216,6 +230,8 @@ class Experts(Handle):
         *,
         w13_scale: Any = None,
         w2_scale: Any = None,
+        w13_zero: Any = None,
+        w2_zero: Any = None,
         w13_bias: Any = None,
         w2_bias: Any = None,
         placement: Sequence[int] | None = None,
@@ -227,7 +243,7 @@ class Experts(Handle):
 
         Parameters
         ----------
-        w13, w2, w13_scale, w2_scale, w13_bias, w2_bias
+        w13, w2, w13_scale, w2_scale, w13_zero, w2_zero, w13_bias, w2_bias
             As of `Experts`.
         placement : sequence of int, optional
             Experts in other places, of which there are as many as before. Collective then.
@@ -253,6 +269,9 @@ class Experts(Handle):
             self._block,
             w13_bias,
             w2_bias,
+            self._weight_format,
+            w13_zero,
+            w2_zero,
         )
         if sizes != self._sizes:
             raise ShapeMismatch(
@@ -394,7 +413,7 @@ def experts(
 
 def cached(w13: Any, w2: Any, *, top_k: int, tokens: int, **options: Any) -> Experts:
     """The layer of these weights; a new one where `tokens` are more than that takes."""
-    names = ("w13_scale", "w2_scale", "w13_bias", "w2_bias", "correction_bias")
+    names = ("w13_scale", "w2_scale", "w13_zero", "w2_zero", "w13_bias", "w2_bias", "correction_bias")
     small: list[Any] = [options.get(name) for name in names]
     rest = tuple(
         (name, tuple(value) if isinstance(value, list) else value)

@@ -7,7 +7,9 @@ import difflib
 import functools
 import inspect
 import itertools
+import math
 import threading
+import types
 import warnings
 import weakref
 from collections.abc import Callable
@@ -44,6 +46,9 @@ class _Found:
     attributes: dict[str, Any] = dataclasses.field(default_factory=dict)
     # Beginnings of names of parameters that the module's new forward() itself applies.
     applied: tuple[str, ...] = ()
+    # Objects that have to stay the same: (holder, attribute, object). The holder None is the module, which no value
+    # of `_made` may keep.
+    held: tuple[tuple[Any, str, Any], ...] = ()
 
 
 _Finder = Callable[[torch.nn.Module], _Found]
@@ -55,6 +60,7 @@ class _Made:
     watch: Watch
     # An attribute of the module: the name of its child or None, the attribute there, and its value.
     attributes: list[tuple[str | None, str, Any]]
+    held: tuple[tuple[Any, str, Any], ...]
     # Layers work in the same memory if both are equal: the model, and the numbers that its size follows from.
     model: object
     form: tuple[Any, ...]
@@ -67,6 +73,9 @@ class _Made:
             return False
         if self.watch.changed(module) is not None:
             return False
+        for holder, name, value in self.held:
+            if getattr(module if holder is None else holder, name, None) is not value:
+                return False
         for child, name, value in self.attributes:
             holder = module if child is None else module._modules.get(child)
             if holder is None:
@@ -210,8 +219,16 @@ def _of_decorated(module: Any) -> _Found:
                 f"{_name(module)} quantises activations with static scales; Switchyard computes one "
                 "for every 128 columns of a token: load it with activation_scheme='dynamic'"
             )
-    elif w13.dtype in (torch.int8, torch.uint8):
-        raise Unsupported(_no_fp4(module))
+    elif w13.dtype in _FOUR_BIT_DTYPES:
+        for option, attribute in (("w13_scale", name + "_scale_inv"), ("w2_scale", "down_proj_scale_inv")):
+            read(option, attribute)
+            _refuse_unlike_mxfp4(module, attribute, options[option])
+        options["weight_format"] = "mxfp4"
+    elif w13.dtype == torch.uint8:
+        raise Unsupported(
+            f"{_name(module)}.{name} is uint8, packed in a format that Switchyard does not know; load the model with "
+            "dequantize=True, which makes bf16 of it"
+        )
     if gated:
         options["activation"], options["order"] = _activation_of(module, w13, transposed)
     else:
@@ -220,12 +237,24 @@ def _of_decorated(module: Any) -> _Found:
     return _Found(w13, w2, options, tensors, attributes)
 
 
-def _no_fp4(module: torch.nn.Module) -> str:
-    return (
-        f"{_name(module)} has weights of 4 bits (MXFP4 or packed e2m1), which Switchyard does not "
-        "multiply; load the model with Mxfp4Config(dequantize=True) or dequantize=True, which makes "
-        "bf16 of them"
-    )
+# DeepSeek-V4's experts, as transformers has them: two numbers in a byte.
+_FOUR_BIT_DTYPES = tuple(
+    getattr(torch, name) for name in ("int8", "float4_e2m1fn_x2") if hasattr(torch, name)
+)
+
+
+def _refuse_unlike_mxfp4(module: torch.nn.Module, name: str, scale: torch.Tensor) -> None:
+    """Refuse scales of four-bit weights that Switchyard does not read."""
+    if scale.dtype not in (getattr(torch, "float8_e8m0fnu", torch.uint8), torch.uint8):
+        raise Unsupported(
+            f"{_name(module)}.{name} is {str(scale.dtype).removeprefix('torch.')}, but scales of MXFP4 are powers of "
+            "two in a byte; load the model with scale_fmt='ue8m0', or with dequantize=True"
+        )
+    if scale.device.type == "cuda":
+        raise Unsupported(
+            f"{_name(module)}.{name} is on {scale.device}: Switchyard multiplies weights of four bits on CPUs only, "
+            "for now; load the model with dequantize=True, or leave it to its own kernels"
+        )
 
 
 def _activation_of(
@@ -351,7 +380,7 @@ def _make(module: torch.nn.Module, tokens: int, top_k: int, find: _Finder, patch
             found.w2.shape,
             # The type that is computed in follows from that of the scales, too.
             getattr(options.get("w2_scale"), "shape", None),
-            *(options.get(name) for name in ("block", "top_k", "max_tokens", "activation", *KINDS)),
+            *(options.get(name) for name in ("block", "weight_format", "top_k", "max_tokens", "activation", *KINDS)),
         )
         model = _model_of(module, patched)
         workspace = _sharing(model, form)
@@ -364,6 +393,7 @@ def _make(module: torch.nn.Module, tokens: int, top_k: int, find: _Finder, patch
         layer,
         watch,
         [(*_split(name), value) for name, value in found.attributes.items()],
+        found.held,
         model,
         form,
         workspace,
@@ -620,6 +650,74 @@ def _longcat_forward(
     return out + hidden_states * identity.to(hidden_states.dtype)
 
 
+def _of_mxfp4(module: Any) -> _Found:
+    """Experts of gpt-oss in MXFP4, as triton_kernels hold them in host memory."""
+    names = [proj + part for proj in ("gate_up_proj", "down_proj") for part in ("", "_precision_config")]
+    held: list[tuple[Any, str, Any]] = [(None, name, getattr(module, name, None)) for name in names]
+    packed, scale = (
+        tuple(_held_by_triton(module, proj, part, held) for proj in ("gate_up_proj", "down_proj"))
+        for part in ("", "_precision_config")
+    )
+    biases = {name: _parameter(module, name) for name in ("gate_up_proj_bias", "down_proj_bias")}
+    # The rest of the activation is in the kernel that the module calls.
+    limit = math.inf if module.limit is None else float(module.limit)
+    options = {
+        "weight_format": "mxfp4",
+        "w13_scale": scale[0],
+        "w2_scale": scale[1],
+        "w13_bias": biases["gate_up_proj_bias"],
+        "w2_bias": biases["down_proj_bias"],
+        "order": "interleaved",
+        "activation": Activation("silu", alpha=float(module.alpha), limit=limit, up_bias=1.0),
+    }
+    attributes = {name: getattr(module, name) for name in ("alpha", "limit")}
+    return _Found(*packed, options, biases, attributes, held=tuple(held))
+
+
+def _held_by_triton(
+    module: Any, proj: str, part: str, held: list[tuple[Any, str, Any]]
+) -> torch.Tensor:
+    """[E, rows, bytes] of packed weights, or of scales, which a tensor of triton_kernels has transposed."""
+    config = getattr(module, proj + "_precision_config", None)
+    if config is None:
+        raise Unsupported(
+            f"{_name(module)}.{proj}_precision_config is None: its scales are not there; load the weights first"
+        )
+    name = f"{proj}{part}{'.weight_scale' if part else ''}"
+    tensor = config.weight_scale if part else getattr(module, proj)
+    storage = getattr(tensor, "storage", None)
+    layout, data = getattr(storage, "layout", None), getattr(storage, "data", None)
+    if layout is None or not isinstance(data, torch.Tensor):
+        raise Unsupported(
+            f"{_name(module)}.{name} is no tensor of triton_kernels: another kernel has repacked it; patch() the model "
+            "before its first pass"
+        )
+    if type(layout).__name__ != "StridedLayout":
+        raise Unsupported(
+            f"{_name(module)}.{name} is in the {type(layout).__name__} of a GPU's kernel, which Switchyard does not "
+            "read; load the model with Mxfp4Config(dequantize=True)"
+        )
+    if data.ndim != 3 or data.dtype != torch.uint8:
+        raise Unsupported(
+            f"{_name(module)}.{name} is {str(data.dtype).removeprefix('torch.')} {list(data.shape)}, but uint8 [E, "
+            "bytes, rows] is what Switchyard reads; load the model with Mxfp4Config(dequantize=True)"
+        )
+    _refuse_unlike_mxfp4(module, name, data)
+    held.append((storage, "data", data))
+    held.append((tensor, "storage", storage))
+    if part:
+        held.append((config, "weight_scale", tensor))
+    return data.transpose(1, 2)
+
+
+def _mxfp4_forward(
+    self: Any, patched: object, hidden_states: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    x = hidden_states.reshape(-1, hidden_states.shape[-1])
+    logits, weights, ids = self.router(x)
+    return _run(self.experts, x, ids, weights, _of_mxfp4, patched).view(hidden_states.shape), logits
+
+
 def _step3p7_forward(
     self: Any,
     patched: object,
@@ -653,11 +751,15 @@ _PATCHES: dict[str, _Replacement] = {
     "LongcatFlashExperts": _Replacement(_longcat_forward, _of_longcat),
     "Step3p7Experts": _Replacement(_step3p7_forward, _of_decorated),
 }
+# The block around MXFP4 experts: its class is GptOssMLP or Mxfp4GptOssMLP, by transformers' version, and its own
+# forward() routes for Triton's kernels.
+_MXFP4_EXPERTS = "Mxfp4GptOssExperts"
+_MXFP4_BLOCK = _Replacement(_mxfp4_forward, _of_mxfp4, "experts")
 # Class -> why it cannot be.
 _REFUSED: dict[str, str] = {
-    "Mxfp4GptOssExperts": (
-        "its weights are MXFP4, which Switchyard does not multiply; load the model with "
-        "quantization_config=Mxfp4Config(dequantize=True)"
+    _MXFP4_EXPERTS: (
+        "its forward() takes the routing of Triton's kernels; patch() the model, so that the block around it "
+        "(GptOssMLP or Mxfp4GptOssMLP) is run, or load it with Mxfp4Config(dequantize=True)"
     ),
     "NllbMoeExperts": (
         "its experts are modules of their own with ReLU and biases, whose weights are no arrays over "
@@ -689,7 +791,8 @@ class _Patched:
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         if self.name == _INTERFACE:
             return experts_forward(self.module, *arguments, **named)
-        return _PATCHES[self.name].forward(self.module, self.model, *arguments, **named)
+        replacement = _MXFP4_BLOCK if self.name == _MXFP4_EXPERTS else _PATCHES[self.name]
+        return replacement.forward(self.module, self.model, *arguments, **named)
 
 
 def _listed(module: torch.nn.Module, table: dict[str, Any]) -> str | None:
@@ -720,6 +823,26 @@ def _refuse_replacing(module: torch.nn.Module, name: str) -> None:
         _read(part, replacement.find)
     except AttributeError as error:
         raise Unsupported(f"{name} is not as Switchyard knows it: {error}") from None
+
+
+def _has_mxfp4(module: torch.nn.Module) -> bool:
+    """Whether it is a block of gpt-oss around MXFP4 experts."""
+    parts = module._modules
+    return "router" in parts and type(parts.get("experts")).__name__ == _MXFP4_EXPERTS
+
+
+def _refuse_replacing_mxfp4(module: torch.nn.Module) -> None:
+    # Methods bound to the block are those that transformers, or a kernel from the hub, put there.
+    own = vars(module).get("forward")
+    if own is not None and not isinstance(own, (_Patched, types.MethodType)):
+        raise Unsupported(
+            f"forward() of this {_name(module)} was already replaced, by a {type(own).__name__}; patch() the model "
+            "before hooks, such as accelerate's, are put on it"
+        )
+    try:
+        _read(module.get_submodule("experts"), _of_mxfp4)
+    except AttributeError as error:
+        raise Unsupported(f"{_MXFP4_EXPERTS} is not as Switchyard knows it: {error}") from None
 
 
 # ---------------------------------------------------------------------------------- what users call
@@ -818,8 +941,8 @@ def patch(model: torch.nn.Module, *, partial: bool = False) -> list[str]:
     """Run a model's experts with Switchyard, also where transformers offers no choice.
 
     Modules that go through the interface of transformers are told to use "switchyard"; the forward()
-    of some others (Llama-4, DBRX, Aria, JetMoE, LongCat-Flash, Step-3.7) is replaced, on the
-    instance.
+    of some others (Llama-4, DBRX, Aria, JetMoE, LongCat-Flash, Step-3.7, gpt-oss in MXFP4) is
+    replaced, on the instance.
 
     Parameters
     ----------
@@ -842,12 +965,20 @@ def patch(model: torch.nn.Module, *, partial: bool = False) -> list[str]:
     if not isinstance(model, torch.nn.Module):
         raise InvalidArgument(f"model is a {type(model).__name__}; pass a torch.nn.Module")
     decorated, replaced, refused, eager = [], [], [], []
+    # Experts whose block was looked at before them.
+    inside: set[torch.nn.Module] = set()
     for name, module in model.named_modules():
         kind = _name(module)
         try:
             if _is_decorated(module):
                 _read(module, _of_decorated)
                 decorated.append((name, module))
+            elif _has_mxfp4(module):
+                inside.add(module.get_submodule("experts"))
+                _refuse_replacing_mxfp4(module)
+                replaced.append((name, module, _MXFP4_EXPERTS))
+            elif module in inside:
+                continue
             elif (listed := _listed(module, _REFUSED)) is not None:
                 raise Unsupported(_REFUSED[listed])
             elif (listed := _listed(module, _PATCHES)) is not None:

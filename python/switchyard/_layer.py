@@ -251,6 +251,7 @@ class MoeLayer(torch.nn.Module):
             given.get("block"),
             given.get("w13_bias"),
             given.get("w2_bias"),
+            given.get("weight_format"),
         )
 
         def described(name: str, tensor: torch.Tensor) -> _abi.Tensor:

@@ -9,10 +9,11 @@ from ctypes import byref
 from numbers import Integral
 from typing import Any, Literal, Union
 
-from . import _abi, _arrays, _values
+from . import _abi, _arrays, _four_bit, _values
 from ._activation import Activation, require_activation
 from ._arrays import Array, Kept
 from ._cache import find, fingerprint, remember
+from ._four_bit import WeightFormat
 from ._handle import Reader
 from ._library import check, library
 from ._values import count_text
@@ -119,7 +120,9 @@ class GroupedGemm(Reader):
     Parameters
     ----------
     w : array [E, N, K]
-        bf16, fp16, fp32 or float8_e4m3fn, of up to 1024 experts. Any strides.
+        bf16, fp16, fp32 or float8_e4m3fn, of up to 1024 experts. Any strides. Weights of four bits,
+        as `weight_format` says: [E, N, K / 2] uint8 or int8, [E, N, K / 8] int32, or blocks
+        [E, N, K / 32, 16] uint8, with contiguous rows.
     activation : Activation, optional
         Applied to the products. Gated: the output has N / 2 columns. None: products are the output.
     order : {"gate_up", "up_gate", "interleaved"}
@@ -129,9 +132,14 @@ class GroupedGemm(Reader):
     bias : array [E, N], optional
     w_scale : array, optional
         Of FP8 weights, f32 or float8_e8m0fnu: [E, ceil(N / block), ceil(K / block)], of blocks;
-        [E, N] or [E, N, 1], of rows; [E] of whole matrices.
+        [E, N] or [E, N, 1], of rows; [E] of whole matrices. Of weights of four bits, with contiguous
+        rows, [E, N, K / 32] float8_e8m0fnu or uint8 of "mxfp4"; [E, N, K / 32 or K / 128] f32, bf16
+        or fp16 of "int4".
     block : (int, int), optional
         Rows and columns of a block of w, not transposed. None: 128 x 128.
+    weight_format : {"mxfp4", "int4"}, optional
+        Of a packed w: see docs/four_bit.md. None: it is not packed, or float4_e2m1fn_x2. There are no
+        zero points here: those of "int4" are 8.
     compute : str or dtype, optional
         "bf16" or "f8_e4m3"; on a CPU also "f32", on a GPU also "f16". None: by the weights' type;
         for fp16 that is "f32" on a CPU and "f16" on a GPU. Other types of x and w are rounded to
@@ -177,6 +185,7 @@ class GroupedGemm(Reader):
         bias: Any = None,
         w_scale: Any = None,
         block: tuple[int, int] | None = None,
+        weight_format: WeightFormat | None = None,
         compute: Any = None,
         max_rows: int = 65536,
         num_threads: int = 0,
@@ -192,19 +201,27 @@ class GroupedGemm(Reader):
         if block is not None and w_scale is None:
             raise InvalidArgument(f"block is {block!r}, but there is no w_scale; leave it None, or pass it")
         _check_schedule(schedule)
+        transposed = bool(_values.flag("transposed", transposed))
         keep = Kept()
-        weight = keep.describe("w", w)
-        if weight.ndim != 3:
-            raise ShapeMismatch(f"w is {_arrays.shape_of(weight)}; it needs 3 dimensions")
+        form = _four_bit.format_of("w", w, weight_format)
+        _four_bit.refuse_block(form, block)
+        if form is not None:
+            weight = _four_bit.weight("w", w, form, transposed, keep)
+        else:
+            weight = keep.describe("w", w)
+            if weight.ndim != 3:
+                raise ShapeMismatch(f"w is {_arrays.shape_of(weight)}; it needs 3 dimensions")
+            weight = _arrays.transpose(weight) if transposed else weight
         spec = _abi.GroupedGemmSpec(order=ORDERS.index(order))
         if activation is not None:
             spec.has_epilogue = 1
             spec.epilogue = activation._to_c()
-        transposed = bool(_values.flag("transposed", transposed))
-        spec.weights.weight = _arrays.transpose(weight) if transposed else weight
+        spec.weights.weight = weight
         if weight.dtype == _abi.F8_E4M3 and w_scale is None:
             raise MissingTensor("w is float8_e4m3fn; pass w_scale, too")
-        if w_scale is not None:
+        if form is not None:
+            _four_bit.put_scale("w_scale", w_scale, spec.weights, form, keep)
+        elif w_scale is not None:
             if weight.dtype != _abi.F8_E4M3:
                 raise DTypeMismatch(
                     f"w_scale is given, but w is {_arrays.DTYPE_NAMES[weight.dtype]}, which has no "
@@ -358,6 +375,7 @@ def grouped_gemm(
     bias: Any = None,
     w_scale: Any = None,
     block: tuple[int, int] | None = None,
+    weight_format: WeightFormat | None = None,
     x_scale: Any = None,
     layout: Layout = "packed",
     index: Any = None,
@@ -379,7 +397,7 @@ def grouped_gemm(
     x : array [rows, K]
     w : array [E, N, K], or [E, K, N] with `transposed`
     ends : array [E], int32 or int64
-    activation, order, transposed, bias, w_scale, block, compute, schedule
+    activation, order, transposed, bias, w_scale, block, weight_format, compute, schedule
         As of `GroupedGemm`.
     x_scale, layout, index, out, out_layout, out_index, row_weights, products
         As of ``GroupedGemm.__call__``.
@@ -397,7 +415,7 @@ def grouped_gemm(
     rows = _arrays.shape("x", x, 2)[0] if index is None else _arrays.shape("index", index, 1)[0]
     gemm = _cached(
         rows, w, bias, w_scale, activation=activation, order=order, transposed=transposed, block=block,
-        compute=compute, schedule=schedule,
+        weight_format=weight_format, compute=compute, schedule=schedule,
     )
     return gemm(
         x,

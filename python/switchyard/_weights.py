@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from . import _abi, _arrays, _values
+from . import _abi, _arrays, _four_bit, _values
 from ._activation import Activation, require_activation
 from ._arrays import Kept
 from ._values import count_text
@@ -28,6 +28,9 @@ def weights_of(
     block: Sequence[int] | None,
     w13_bias: Any,
     w2_bias: Any,
+    weight_format: Any = None,
+    w13_zero: Any = None,
+    w2_zero: Any = None,
 ) -> tuple[_abi.LayerWeights, tuple[int, int, int], Kept]:
     """Descriptors of gate, up and down; (n, I, H); and what must be kept."""
     require_activation(activation)
@@ -38,6 +41,12 @@ def weights_of(
     if block is not None and w13_scale is None and w2_scale is None:
         raise InvalidArgument(f"block is {block!r}, but there are no scales; leave it None, or pass them")
     _values.flag("transposed", transposed)
+    both = isinstance(w13, tuple)
+    form = _four_bit.format_of("w2", w2, weight_format)
+    if not both and weight_format is None:
+        _four_bit.require_one(form, _four_bit.format_of("w13", w13, None))
+    _four_bit.refuse_block(form, block)
+    _four_bit.refuse_zero(form, w13_zero=w13_zero, w2_zero=w2_zero)
     keep = Kept()
 
     def described(name: str, array: Any, ndim: int, copied: bool = False) -> _abi.Tensor:
@@ -46,12 +55,18 @@ def weights_of(
             raise ShapeMismatch(f"{name} is {_arrays.shape_of(tensor)}; it needs {ndim} dimensions")
         return tensor
 
-    down = described("w2", w2, 3)
-    if isinstance(w13, tuple):
+    def matrix(name: str, array: Any) -> _abi.Tensor:
+        if form is not None:
+            return _four_bit.weight(name, array, form, transposed, keep)
+        tensor = described(name, array, 3)
+        return _arrays.transpose(tensor) if transposed else tensor
+
+    if both and form is not None:
+        raise Unsupported("w13 as (gate, up) with scales is not there yet; pass one array")
+    down = matrix("w2", w2)
+    if both:
         return _of_two(w13, down, activation, transposed, (w13_scale, w2_scale, w13_bias, w2_bias), keep)
-    up = described("w13", w13, 3)
-    if transposed:
-        up, down = _arrays.transpose(up), _arrays.transpose(down)
+    up = matrix("w13", w13)
     count, rows, hidden = _arrays.shape_of(up)
     gated = activation.gated
     if gated and rows % 2:
@@ -66,15 +81,19 @@ def weights_of(
     for name, tensor, scale in (("w13", up, w13_scale), ("w2", down, w2_scale)):
         if tensor.dtype == _abi.F8_E4M3 and scale is None:
             raise MissingTensor(f"{name} is float8_e4m3fn; pass {name}_scale, too")
-        if tensor.dtype != _abi.F8_E4M3 and scale is not None:
+        if form is None and tensor.dtype != _abi.F8_E4M3 and scale is not None:
             raise DTypeMismatch(
                 f"{name}_scale is given, but {name} is {_arrays.DTYPE_NAMES[tensor.dtype]}, which has "
                 "no scales; leave it None"
             )
     weights = _abi.LayerWeights()
     weights.down.weight = down
-    if w2_scale is not None:
+    if form is not None:
+        _four_bit.put_scale("w2_scale", w2_scale, weights.down, form, keep)
+    elif w2_scale is not None:
         put_scale("w2_scale", w2_scale, weights.down, block, keep)
+    if w2_zero is not None:
+        weights.down_zero = _four_bit.zero("w2_zero", w2_zero, weights.down.scale, keep)
     if w2_bias is not None:
         weights.down.bias = described("w2_bias", w2_bias, 2, copied=True)
         if _arrays.shape_of(weights.down.bias) != (count, hidden):
@@ -87,21 +106,24 @@ def weights_of(
         raise MissingTensor(f"only one bias is given; pass {missing}, too (of zeros if there is none)")
     if bias is not None and _arrays.shape_of(bias) != (count, rows):
         raise ShapeMismatch(f"w13_bias is {_arrays.shape_of(bias)}; it needs ({count}, {rows})")
+    whole = _abi.Matrices(weight=up)
+    if form is not None:
+        _four_bit.put_scale("w13_scale", w13_scale, whole, form, keep)
+    elif w13_scale is not None:
+        put_scale("w13_scale", w13_scale, whole, block, keep, halves=intermediate if gated else 0)
+    zero = None if w13_zero is None else _four_bit.zero("w13_zero", w13_zero, whole.scale, keep)
     if not gated:
-        weights.up.weight = up
-        if w13_scale is not None:
-            put_scale("w13_scale", w13_scale, weights.up, block, keep)
+        weights.up = whole
         if bias is not None:
             weights.up.bias = bias
+        if zero is not None:
+            weights.up_zero = zero
         return weights, (count, intermediate, hidden), keep
 
     # First row and step of gate and of up.
     step = 2 if order == "interleaved" else 1
     second = 1 if step == 2 else intermediate
     starts = {"gate": 0, "up": second} if order != "up_gate" else {"gate": second, "up": 0}
-    whole = _abi.Matrices(weight=up)
-    if w13_scale is not None:
-        put_scale("w13_scale", w13_scale, whole, block, keep, halves=intermediate)
     for name, start in starts.items():
         matrices = getattr(weights, name)
         matrices.weight = _arrays.rows(up, start, intermediate, step)
@@ -109,6 +131,8 @@ def weights_of(
             matrices.bias = _arrays.rows(bias, start, intermediate, step)
         if w13_scale is not None:
             _put_part_of_scale(matrices, whole, start, intermediate, step)
+        if zero is not None:
+            setattr(weights, f"{name}_zero", _arrays.rows(zero, start, intermediate, step))
     return weights, (count, intermediate, hidden), keep
 
 
@@ -117,9 +141,10 @@ def compute_code(compute: Any, weights: int) -> int:
     if compute is None:
         return _abi.DTYPE_NONE
     code = _arrays.dtype_code(compute)
-    if code == _abi.F8_E4M3 and weights != _abi.F8_E4M3:
+    if code == _abi.F8_E4M3 and weights not in (_abi.F8_E4M3, _abi.F4_E2M1):
         raise InvalidArgument(
-            f"compute is {compute!r}, but w2 is {_arrays.DTYPE_NAMES[weights]}; use 'bf16' or 'f32', or FP8 weights"
+            f"compute is {compute!r}, but w2 is {_arrays.DTYPE_NAMES[weights]}; use 'bf16' or 'f32', or weights in "
+            "FP8 or MXFP4"
         )
     return code
 
@@ -159,7 +184,7 @@ def _of_two(
         if tensor.ndim != 3:
             raise ShapeMismatch(f"{name} is {_arrays.shape_of(tensor)}; it needs 3 dimensions")
         getattr(weights, name).weight = _arrays.transpose(tensor) if transposed else tensor
-    weights.down.weight = _arrays.transpose(down) if transposed else down
+    weights.down.weight = down
     count, intermediate, hidden = _arrays.shape_of(weights.up.weight)
     return weights, (count, intermediate, hidden), keep
 

@@ -26,6 +26,10 @@ const char* name_of(sy_device_type type) {
   }
 }
 
+bool is_four_bit(const sy_tensor& tensor) {
+  return tensor.dtype == SY_F4_E2M1 || tensor.dtype == SY_U4;
+}
+
 std::span<const std::int64_t> shape_of(const sy_tensor& tensor) {
   return {tensor.shape, static_cast<std::size_t>(tensor.ndim)};
 }
@@ -53,7 +57,26 @@ MatrixView slice(const sy_tensor& tensor, DType dtype, std::int64_t expert) {
   return view;
 }
 
-// Scales of a projection: where they are if they are f32 with contiguous rows, else copied.
+// Two elements of a four-bit matrix share a byte, so only columns may be at odd places.
+void require_whole_bytes(const std::string& name, const sy_tensor& weight) {
+  const auto refuse = [&](const char* of, std::int64_t stride, const char* must) {
+    throw Error(ErrorCode::kUnsupported,
+                fmt::format("{} {} has {} {} elements apart, but two elements share a byte; {}",
+                            name, shape_text(weight), of, stride, must));
+  };
+  if (weight.shape[2] > 1 && weight.strides[2] != 1) {
+    refuse("columns", weight.strides[2], "pass rows that are contiguous");
+  }
+  if (weight.shape[1] > 1 && weight.strides[1] % 2 != 0) {
+    refuse("rows", weight.strides[1], "use an even number of columns");
+  }
+  if (weight.shape[0] > 1 && weight.strides[0] % 2 != 0) {
+    refuse("experts", weight.strides[0], "let each begin at a whole byte");
+  }
+}
+
+// Scales of a projection. Those of four-bit weights are used where they are, in their own type;
+// those of others where they are if they are f32 with contiguous rows, else copied.
 class Scales {
  public:
   Scales(const std::string& name, const sy_matrices& matrices, sy_device_type device_type,
@@ -62,11 +85,8 @@ class Scales {
     const sy_tensor& scale = matrices.scale;
     if (!is_given(scale)) return;
     check_tensor(name.c_str(), scale, 3, device_type);
-    if (scale.dtype != SY_F32 && scale.dtype != SY_F8_E8M0) {
-      throw Error(ErrorCode::kDTypeMismatch,
-                  fmt::format("{} has dtype {}; scales are f32 ({}) or f8_e8m0 ({})", name,
-                              scale.dtype, +SY_F32, +SY_F8_E8M0));
-    }
+    const bool four_bit = is_four_bit(matrices.weight);
+    require_type(name, scale.dtype, four_bit);
     if (matrices.scale_rows < 1 || matrices.scale_cols < 1) {
       throw Error(ErrorCode::kInvalidArgument,
                   fmt::format("{} is for blocks of {} x {}; both must be at least 1", name,
@@ -82,8 +102,17 @@ class Scales {
                       shape_text(scale), shape_text(matrices.weight), matrices.scale_rows,
                       matrices.scale_cols, matrices.weight.shape[0], rows, cols));
     }
-    const bool in_place = scale.dtype == SY_F32 && (scale.strides[2] == 1 || cols == 1);
-    if (in_place) return;
+    const bool contiguous = scale.strides[2] == 1 || cols <= 1;
+    if (four_bit) {
+      dtype_ = scale.dtype == SY_F8_E8M0 ? DType::kF8E8M0 : dtype_of(name.c_str(), scale.dtype);
+      if (contiguous) return;
+      throw Error(
+          ErrorCode::kUnsupported,
+          fmt::format("{} has columns {} elements apart, but scales of four-bit weights are "
+                      "read in place; pass rows that are contiguous",
+                      name, scale.strides[2]));
+    }
+    if (scale.dtype == SY_F32 && contiguous) return;
     if (scale.device_type != SY_CPU) {
       throw Error(ErrorCode::kUnsupported,
                   fmt::format("{} is in device memory and not f32 with contiguous rows; convert it "
@@ -115,22 +144,76 @@ class Scales {
       view.scale = copy_ + expert * copy_rows_ * copy_cols_;
       view.scale_stride = copy_cols_;
     } else {
-      view.scale = static_cast<const float*>(scale.data) + expert * scale.strides[0];
+      view.scale =
+          static_cast<const std::byte*>(scale.data) + bytes_of(dtype_, expert * scale.strides[0]);
+      view.scale_dtype = dtype_;
       view.scale_stride = scale.strides[1];
     }
   }
 
  private:
+  static void require_type(const std::string& name, sy_dtype dtype, bool four_bit) {
+    if (dtype == SY_F32 || dtype == SY_F8_E8M0) return;
+    if (four_bit && (dtype == SY_BF16 || dtype == SY_F16)) return;
+    throw Error(
+        ErrorCode::kDTypeMismatch,
+        fmt::format(
+            "{} has dtype {}; scales are f32 ({}) or f8_e8m0 ({}){}", name, dtype, +SY_F32,
+            +SY_F8_E8M0,
+            four_bit ? fmt::format(", of u4 also bf16 ({}) or f16 ({})", +SY_BF16, +SY_F16) : ""));
+  }
+
   const sy_matrices& matrices_;
+  DType dtype_ = DType::kF32;
   const float* copy_ = nullptr;
   std::int64_t copy_rows_ = 0, copy_cols_ = 0;
 };
+
+// Throws unless these are zero points of the projection, one beside each of its scales.
+void check_zero(const std::string& name, const sy_tensor& zero, const sy_matrices& matrices,
+                sy_device_type device_type) {
+  if (matrices.weight.dtype != SY_U4) {
+    throw Error(ErrorCode::kInvalidArgument,
+                fmt::format("{} is given, but only weights of u4 ({}) have zero points; these have "
+                            "dtype {}; leave it absent",
+                            name, +SY_U4, matrices.weight.dtype));
+  }
+  const sy_tensor& scale = matrices.scale;
+  if (!is_given(scale)) {
+    throw Error(ErrorCode::kMissingTensor,
+                fmt::format("{} is given without scales; pass both", name));
+  }
+  check_tensor(name.c_str(), zero, 3, device_type);
+  if (zero.dtype != SY_U8) {
+    throw Error(ErrorCode::kDTypeMismatch,
+                fmt::format("{} has dtype {}; zero points are u8 ({}), one in a byte", name,
+                            zero.dtype, +SY_U8));
+  }
+  if (!std::equal(zero.shape, zero.shape + 3, scale.shape)) {
+    throw Error(ErrorCode::kShapeMismatch,
+                fmt::format("{} is {}, but the scales are {}; pass one for each of them", name,
+                            shape_text(zero), shape_text(scale)));
+  }
+  if (zero.shape[2] > 1 && zero.strides[2] != 1) {
+    throw Error(ErrorCode::kUnsupported,
+                fmt::format("{} has columns {} elements apart; pass rows that are contiguous", name,
+                            zero.strides[2]));
+  }
+  if (zero.shape[1] > 1 && zero.strides[1] != scale.strides[1]) {
+    throw Error(
+        ErrorCode::kUnsupported,
+        fmt::format("{} has rows {} elements apart, and the scales {}; pass both contiguous", name,
+                    zero.strides[1], scale.strides[1]));
+  }
+}
+
+constexpr sy_tensor kAbsent{};
 
 // Fills `matrix` and `bias` of experts[first + i] with the i-th of the tensors. `name` is that of
 // the struct that has them; empty where a caller has one only.
 void spread(const std::string& name, const sy_matrices& matrices, std::span<FfnWeights> experts,
             MatrixView FfnWeights::*matrix, VectorView FfnWeights::*bias, ExpertRange own,
-            sy_device_type device_type, ScaleCopies& copies) {
+            sy_device_type device_type, ScaleCopies& copies, const sy_tensor& zero = kAbsent) {
   const auto part = [&](const char* tensor) {
     return name.empty() ? std::string(tensor) : name + "." + tensor;
   };
@@ -138,6 +221,10 @@ void spread(const std::string& name, const sy_matrices& matrices, std::span<FfnW
     if (is_given(matrices.bias)) {
       throw Error(ErrorCode::kMissingTensor,
                   fmt::format("{} is given without {}; pass both", part("bias"), part("weight")));
+    }
+    if (is_given(zero)) {
+      throw Error(ErrorCode::kMissingTensor,
+                  fmt::format("{}_zero is given without {}; pass both", name, part("weight")));
     }
     return;
   }
@@ -153,7 +240,9 @@ void spread(const std::string& name, const sy_matrices& matrices, std::span<FfnW
   }
   const auto first = static_cast<std::size_t>(count == all ? 0 : own.begin);
   const DType dtype = dtype_of(part("weight").c_str(), matrices.weight.dtype);
+  if (is_four_bit(matrices.weight)) require_whole_bytes(part("weight"), matrices.weight);
   const Scales scales(part("scale"), matrices, device_type, copies);
+  if (is_given(zero)) check_zero(name + "_zero", zero, matrices, device_type);
   DType bias_dtype{};
   if (is_given(matrices.bias)) {
     check_tensor(part("bias").c_str(), matrices.bias, 2, device_type);
@@ -169,6 +258,9 @@ void spread(const std::string& name, const sy_matrices& matrices, std::span<FfnW
     FfnWeights& expert = experts[first + static_cast<std::size_t>(i)];
     expert.*matrix = slice(matrices.weight, dtype, i);
     scales.put(expert.*matrix, i);
+    if (is_given(zero)) {
+      (expert.*matrix).zero = static_cast<const std::uint8_t*>(zero.data) + i * zero.strides[0];
+    }
     if (!is_given(matrices.bias)) continue;
     expert.*
         bias = {static_cast<const std::byte*>(matrices.bias.data) +
@@ -276,9 +368,14 @@ void check_tensor(const char* name, const sy_tensor& tensor, int ndim, sy_device
 
 MatrixView matrix(const char* name, const sy_tensor& tensor, sy_device_type device_type) {
   check_tensor(name, tensor, 2, device_type);
-  return {tensor.data,       dtype_of(name, tensor.dtype),
-          tensor.shape[0],   tensor.shape[1],
-          tensor.strides[0], tensor.strides[1]};
+  const DType dtype = dtype_of(name, tensor.dtype);
+  if (is_four_bit(dtype)) {
+    throw Error(ErrorCode::kDTypeMismatch,
+                fmt::format("{} is {}, which only weights of experts may be; convert it", name,
+                            to_string(dtype)));
+  }
+  return {tensor.data,      dtype, tensor.shape[0], tensor.shape[1], tensor.strides[0],
+          tensor.strides[1]};
 }
 
 VectorView vector(const char* name, const sy_tensor& tensor, sy_device_type device_type) {
@@ -354,16 +451,20 @@ MoeWeights weights_of(const sy_layer_weights& given, int num_experts, ExpertRang
   const auto experts = std::span(weights.experts);
   if (gated) {
     spread("gate", given.gate, experts, &FfnWeights::gate, &FfnWeights::gate_bias, own, device_type,
-           copies);
+           copies, given.gate_zero);
+  } else if (is_given(given.gate_zero)) {
+    throw Error(ErrorCode::kInvalidArgument,
+                "gate_zero is given, but the activation is plain (gated is 0); leave it absent");
   } else if (is_given(given.gate.weight)) {
     throw Error(ErrorCode::kShapeMismatch,
                 fmt::format("gate.weight is {}, but the activation is plain (gated is 0); leave "
                             "gate absent, or set gated",
                             shape_text(given.gate.weight)));
   }
-  spread("up", given.up, experts, &FfnWeights::up, &FfnWeights::up_bias, own, device_type, copies);
+  spread("up", given.up, experts, &FfnWeights::up, &FfnWeights::up_bias, own, device_type, copies,
+         given.up_zero);
   spread("down", given.down, experts, &FfnWeights::down, &FfnWeights::down_bias, own, device_type,
-         copies);
+         copies, given.down_zero);
   const auto shared = std::span(&weights.shared, 1);
   const ExpertRange one{0, 1};
   spread("shared_gate", given.shared_gate, shared, &FfnWeights::gate, &FfnWeights::gate_bias, one,

@@ -31,7 +31,7 @@ def make(**options):
 def test_there_are_few_arguments():
     """The tensors and what they mean, two sizes, and the four values; and old names, for one release."""
     names = list(inspect.signature(Experts).parameters)
-    assert names[-5:] == [*KINDS, "renamed"] and len(names) == 19
+    assert names[-5:] == [*KINDS, "renamed"] and len(names) == 22
     assert set(names).isdisjoint(set(_options.RENAMED) - {"placement"})
 
 
