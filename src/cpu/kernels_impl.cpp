@@ -118,19 +118,38 @@ inline float scale_value(const void* scales, DType dtype, std::int64_t i) {
   }
 }
 
+// A table of the numbers that the codes of a group stand for, and a look-up for each.
 void dequantize_four_bit(const MatrixView& matrix, const void* codes, const void* scales,
                          const std::uint8_t* zero, std::int64_t groups, void* out,
                          DType out_dtype) {
+  static constexpr float kMx[16] = {0,     0.5f,  1,     1.5f,  2,     3,     4,     6,
+                                    -0.0f, -0.5f, -1.0f, -1.5f, -2.0f, -3.0f, -4.0f, -6.0f};
+  static constexpr float kIntegers[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   const std::int64_t size = matrix.scale_cols;
   const bool is_float = matrix.dtype == DType::kF4E2M1;
+  const float* const values = is_float ? kMx : kIntegers;
   const auto* const in = static_cast<const std::uint8_t*>(codes);
   with_dtype(out_dtype, [&]<DType kOut>() {
     for (std::int64_t group = 0; group < groups; ++group) {
       const float scale = scale_value(scales, matrix.scale_dtype, group);
-      const float offset = zero == nullptr ? 8.0f : static_cast<float>(zero[group]);
-      for (std::int64_t i = group * size; i < (group + 1) * size; i += kLanes) {
-        const Words four = load_four_bits(in + i / 2);
-        store<kOut>(out, i, (is_float ? f4e2m1_values(four) : u4_values(four) - offset) * scale);
+      const float offset = is_float          ? 0.0f
+                           : zero == nullptr ? 8.0f
+                                             : static_cast<float>(zero[group]);
+      alignas(64) std::byte table[16 * sizeof(float)];
+      for (int i = 0; i < 16; i += kLanes) {
+        store<kOut>(table, i, (load_f32(values + i) - offset) * scale);
+      }
+      const std::int64_t end = (group + 1) * size;
+      for (std::int64_t i = group * size; i < end; i += 32) {
+        if constexpr (kOut != DType::kF32) {
+          look_up_32(reinterpret_cast<const std::uint16_t*>(table), in + i / 2,
+                     static_cast<std::uint16_t*>(out) + i);
+        } else {
+          for (std::int64_t j = i; j < i + 32; j += kLanes) {
+            store<kOut>(out, j,
+                        look_up(reinterpret_cast<const float*>(table), load_four_bits(in + j / 2)));
+          }
+        }
       }
     }
   });

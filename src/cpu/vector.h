@@ -129,13 +129,49 @@ inline Words load_four_bits(const std::uint8_t* p, std::index_sequence<j...>) {
 inline Words load_four_bits(const std::uint8_t* p) {
   return load_four_bits(p, std::make_index_sequence<kLanes>());
 }
-inline Floats u4_values(Words codes) { return __builtin_convertvector(bits<Ints>(codes), Floats); }
-// OCP FP4 E2M1, as f4e2m1_to_f32() of base/convert.h.
-inline Floats f4e2m1_values(Words codes) {
-  const Words low = codes & 7;
-  const Words normal = (low << 22) + (126u << 23);
-  const Words subnormal = (low == 1) ? (Words{} + 0x3f000000u) : Words{};
-  return bits<Floats>(((codes & 8) << 28) | ((low < 2) ? subnormal : normal));
+// The numbers of a table of 16 that the codes, 0 to 15, stand for.
+inline Floats look_up(const float* table, Words codes) {
+#if defined(__AVX512F__)
+  // (Without a mask GCC takes a vector that the header leaves undefined for a fault of ours.)
+  return _mm512_maskz_permutexvar_ps(0xffff, bits<__m512i>(codes), _mm512_loadu_ps(table));
+#elif defined(__AVX2__)
+  const __m256i index = bits<__m256i>(codes);
+  const __m256 low = _mm256_permutevar8x32_ps(_mm256_loadu_ps(table), index);
+  const __m256 high = _mm256_permutevar8x32_ps(_mm256_loadu_ps(table + 8), index);
+  // The code's bit 3, as a sign.
+  return _mm256_blendv_ps(low, high, _mm256_castsi256_ps(_mm256_slli_epi32(index, 28)));
+#else
+  Floats values;
+  for (int i = 0; i < kLanes; ++i) values[i] = table[codes[i]];
+  return values;
+#endif
+}
+
+// Numbers of 16 bits for 32 codes in 16 bytes.
+inline void look_up_32(const std::uint16_t* table, const std::uint8_t* codes, std::uint16_t* to) {
+#if defined(__SSSE3__)
+  const __m128i byte = _mm_set1_epi16(0xff), nibble = _mm_set1_epi8(0x0f);
+  const __m128i first = _mm_loadu_si128(reinterpret_cast<const __m128i*>(table));
+  const __m128i second = _mm_loadu_si128(reinterpret_cast<const __m128i*>(table + 8));
+  // The lower and the higher bytes of the table.
+  const __m128i low = _mm_packus_epi16(_mm_and_si128(first, byte), _mm_and_si128(second, byte));
+  const __m128i high = _mm_packus_epi16(_mm_srli_epi16(first, 8), _mm_srli_epi16(second, 8));
+  const __m128i pairs = _mm_loadu_si128(reinterpret_cast<const __m128i*>(codes));
+  const __m128i even = _mm_and_si128(pairs, nibble);
+  const __m128i odd = _mm_and_si128(_mm_srli_epi16(pairs, 4), nibble);
+  const __m128i in_order[2] = {_mm_unpacklo_epi8(even, odd), _mm_unpackhi_epi8(even, odd)};
+  for (int i = 0; i < 2; ++i) {
+    const __m128i l = _mm_shuffle_epi8(low, in_order[i]), h = _mm_shuffle_epi8(high, in_order[i]);
+    auto* const out = reinterpret_cast<__m128i*>(to + 16 * i);
+    _mm_storeu_si128(out, _mm_unpacklo_epi8(l, h));
+    _mm_storeu_si128(out + 1, _mm_unpackhi_epi8(l, h));
+  }
+#else
+  for (int i = 0; i < 16; ++i) {
+    to[2 * i] = table[codes[i] & 15];
+    to[2 * i + 1] = table[codes[i] >> 4];
+  }
+#endif
 }
 
 // e^x by 2^n * p(r), |r| <= ln 2 / 2, p the degree-6 Taylor polynomial: relative error below 2e-7.

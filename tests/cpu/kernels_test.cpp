@@ -13,6 +13,17 @@
 #include "reference/decode.h"
 
 namespace switchyard::cpu {
+namespace baseline {
+extern const Kernels table;
+}
+#if defined(__x86_64__)
+namespace avx2 {
+extern const Kernels table;
+}
+#endif
+}  // namespace switchyard::cpu
+
+namespace switchyard::cpu {
 namespace {
 
 TEST(Kernels, EveryFp8CodeWithBlockScales) {
@@ -253,6 +264,52 @@ TEST(Kernels, CombineSumsInOrder) {
     for (const float v : out) ASSERT_EQ(v, 0.0f);
   }
 }
+
+#if defined(__x86_64__)
+// Whatever instructions look codes up, with any scales, NaN included.
+TEST(FourBitKernels, EveryInstructionSetHasTheSameBits) {
+  std::vector<const cpu::Kernels*> sets{&cpu::baseline::table};
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) {
+    sets.push_back(&cpu::avx2::table);
+  }
+  sets.push_back(&cpu::kernels());
+  std::mt19937 random(1);
+  const auto bytes = [&](std::size_t count) {
+    std::vector<std::uint8_t> values(count);
+    for (std::uint8_t& value : values) value = static_cast<std::uint8_t>(random());
+    return values;
+  };
+  struct Form {
+    DType type, scales;
+    std::int64_t group;
+    bool zeros;
+  };
+  for (const Form& form : {Form{DType::kF4E2M1, DType::kF8E8M0, 32, false},
+                           {DType::kU4, DType::kBF16, 32, false},
+                           {DType::kU4, DType::kF16, 128, true},
+                           {DType::kU4, DType::kF32, 32, true}}) {
+    MatrixView m;
+    m.dtype = form.type;
+    m.cols = 384;
+    m.scale_dtype = form.scales;
+    m.scale_cols = form.group;
+    const std::vector<std::uint8_t> codes = bytes(192), scales = bytes(48);
+    std::vector<std::uint8_t> zeros = bytes(12);
+    for (std::uint8_t& zero : zeros) zero &= 15;
+    for (const DType out : {DType::kBF16, DType::kF16, DType::kF32}) {
+      std::vector<std::vector<std::byte>> results;
+      for (const cpu::Kernels* const set : sets) {
+        results.emplace_back(384 * size_of(out));
+        set->dequantize_four_bit(m, codes.data(), scales.data(),
+                                 form.zeros ? zeros.data() : nullptr, m.cols / form.group,
+                                 results.back().data(), out);
+        EXPECT_EQ(results.back(), results.front())
+            << set->name << " " << to_string(form.type) << " to " << to_string(out);
+      }
+    }
+  }
+}
+#endif
 
 }  // namespace
 }  // namespace switchyard::cpu

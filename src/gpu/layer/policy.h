@@ -43,16 +43,23 @@ struct FP8Policy : FP8Tiles, LargePass {
   static constexpr int kSmallTokens = 32, kSmallLogits = 3072;
 };
 
-struct MXFP4Policy : MXFP4Tiles, LargePass {
+// Weights of four bits take registers on their way to the matrix instruction, which leaves room for
+// the sums of 128 tokens in the layer kernel. (With more the compiler waits for each instruction.)
+template <typename Tiles>
+struct FourBitPolicy : Tiles, LargePass {
+  static constexpr TileConfig kTile{.weight_rows = kTileRows,
+                                    .token_rows = {128, 32, 16},
+                                    .stages = kMaxStages,
+                                    .orientation = Orientation::kWeightMajor,
+                                    .cluster = kPair,
+                                    .most_log2_split = 0};
+  static constexpr int kSlotRows = kTile.max_height();
   static constexpr std::uint32_t kStagesAhead = 12;
-  static constexpr std::uint32_t kCopyVectors = 8;
+  static constexpr std::uint32_t kCopyVectors = 4;  // as in FP8
   static constexpr int kSmallTokens = 32, kSmallLogits = 6144;
 };
-struct INT4Policy : INT4Tiles, LargePass {
-  static constexpr std::uint32_t kStagesAhead = 12;
-  static constexpr std::uint32_t kCopyVectors = 8;
-  static constexpr int kSmallTokens = 32, kSmallLogits = 6144;
-};
+struct MXFP4Policy : FourBitPolicy<MXFP4Tiles> {};
+struct INT4Policy : FourBitPolicy<INT4Tiles> {};
 
 // The policy of small passes: few tokens and the smallest tasks.
 template <typename P>

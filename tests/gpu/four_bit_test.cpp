@@ -1,0 +1,173 @@
+// The GPU engine and GroupedGemm with four-bit experts against the fp64 reference.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <deque>
+#include <utility>
+#include <vector>
+
+#include "gpu/device.h"
+#include "support/device_batch.h"
+#include "support/fp8.h"
+#include "support/layers.h"
+#include "switchyard/grouped_gemm.h"
+
+namespace switchyard::testing {
+namespace {
+
+using ::testing::HasSubstr;
+
+constexpr DType kMxfp4 = DType::kF4E2M1, kInt4 = DType::kU4;
+
+// Kernels multiply experts of one type, so there is no shared expert.
+LayerSpec routed(LayerSpec spec) {
+  spec.hidden = 288;
+  spec.intermediate = 320;
+  spec.shared_intermediate = 0;
+  spec.shared_sigmoid_gate = false;
+  return spec;
+}
+
+using EveryModelInFourBitsOnGpu = OnGpu<::testing::TestWithParam<std::tuple<ModelEntry, DType>>>;
+
+TEST_P(EveryModelInFourBitsOnGpu, IsAsGoodAsAStraightforwardProgram) {
+  const LayerSpec spec = routed(small_spec(std::get<0>(GetParam())));
+  const MoeWeights w = make_weights(spec, std::get<1>(GetParam()), 11, 1);
+  DeviceLayer layer(spec, w, 1000);
+  EXPECT_EQ(layer.layer().compute(), DType::kBF16);
+  for (const int tokens : {1, 7, 33, 64, 1000}) {
+    SCOPED_TRACE(::testing::Message() << tokens << " tokens");
+    const Batch batch = random_batch(spec, tokens, DType::kBF16, 200 + tokens);
+    const BatchResult result = layer.run(batch, DType::kBF16);
+    expect_same_routing(spec, w, batch, result);
+    expect_accurate(spec, w, batch, result);
+    for (int repetition = 0; repetition < 3; ++repetition) {
+      EXPECT_TRUE(layer.run(batch, DType::kBF16).output == result.output) << "repeated";
+    }
+    if (HasFatalFailure() || HasNonfatalFailure()) return;
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(ModelTable, EveryModelInFourBitsOnGpu,
+                         ::testing::Combine(::testing::ValuesIn(model_table()),
+                                            ::testing::Values(kMxfp4, kInt4)),
+                         [](const auto& given) {
+                           return identifier(std::get<0>(given.param).name) +
+                                  (std::get<1>(given.param) == kMxfp4 ? "_mxfp4" : "_int4");
+                         });
+
+using GpuFourBits = OnGpu<::testing::Test>;
+
+BatchResult run_on_gpu(const LayerSpec& spec, const MoeWeights& weights, const Batch& batch) {
+  const int tokens = static_cast<int>(std::max<std::int64_t>(1, batch.x.rows()));
+  return DeviceLayer(spec, weights, tokens).run(batch, DType::kBF16);
+}
+
+Batch batch_of(const LayerSpec& spec, std::int64_t tokens, double beta) {
+  SyntheticRouting routing =
+      synthetic_routing(static_cast<int>(tokens), spec.num_experts, spec.top_k, beta, 9);
+  return {Matrix::random(tokens, spec.hidden, DType::kBF16, 17),
+          std::move(routing.ids),
+          std::move(routing.weights),
+          {}};
+}
+
+TEST_F(GpuFourBits, EverySkewTileHeightAndSize) {
+  for (const DType dtype : {kMxfp4, kInt4}) {
+    for (const auto& [hidden, intermediate] :
+         {std::pair{2880, 2880}, {2880, 64}, {256, 2880}, {96, 320}, {32, 32}, {608, 352}}) {
+      for (const bool gated : {true, false}) {
+        LayerSpec spec{
+            .hidden = hidden, .intermediate = intermediate, .num_experts = 12, .top_k = 3};
+        spec.activation.gated = gated;
+        const MoeWeights w = make_weights(spec, dtype);
+        for (const double beta : {1.0, 0.1}) {
+          for (const int tokens : {5, 300, 1500}) {
+            SCOPED_TRACE(::testing::Message()
+                         << to_string(dtype) << " " << hidden << " x " << intermediate << " gated "
+                         << gated << " beta " << beta << " T " << tokens);
+            const Batch batch = batch_of(spec, tokens, beta);
+            expect_accurate(spec, w, batch, run_on_gpu(spec, w, batch));
+            if (HasFailure()) return;
+          }
+        }
+      }
+    }
+  }
+}
+
+void for_each_four_bit_matrix(MoeWeights& weights, const std::function<void(MatrixView&)>& visit) {
+  for_each_matrix(weights, [&](MatrixView& m) {
+    if (is_four_bit(m.dtype)) visit(m);
+  });
+}
+
+TEST_F(GpuFourBits, ScalesOfEveryKind) {
+  const LayerSpec spec = routed({.num_experts = 6, .top_k = 2});
+  for (const int octaves : {1, 7, 20, 100}) {
+    SCOPED_TRACE(octaves);
+    MoeWeights weights = make_weights(spec, kMxfp4);
+    std::deque<std::vector<std::uint8_t>> scales;
+    for_each_four_bit_matrix(weights, [&](MatrixView& m) {
+      std::vector<std::uint8_t>& of = scales.emplace_back();
+      for (std::int64_t i = 0; i < m.rows * m.scale_stride; ++i) {
+        of.push_back(static_cast<std::uint8_t>(123 - i * 7 % octaves));
+      }
+      m.scale = of.data();
+    });
+    const Batch batch = batch_of(spec, 70, 0.5);
+    expect_accurate(spec, weights, batch, run_on_gpu(spec, weights, batch));
+  }
+}
+
+TEST_F(GpuFourBits, ScalesThatHaveNoNumberAreReported) {
+  const LayerSpec spec = routed({.num_experts = 6, .top_k = 2});
+  for (const auto& [code, error, words] : {std::tuple{255, ErrorCode::kInvalidArgument, "is NaN"},
+                                           {129, ErrorCode::kUnsupported, "is 2^2"}}) {
+    MoeWeights weights = make_weights(spec, kMxfp4);
+    std::vector<std::uint8_t> scales(static_cast<std::size_t>(spec.hidden) * 10, 120);
+    scales[17 * 10 + 3] = static_cast<std::uint8_t>(code);
+    weights.experts[4].down.scale = scales.data();
+    const std::string message =
+        test::error_of(error, [&] { DeviceLayer layer(spec, weights, 10); });
+    EXPECT_THAT(message, HasSubstr("expert 4's down's scale of row 17, group 3"));
+    EXPECT_THAT(message, HasSubstr(words));
+  }
+}
+
+TEST_F(GpuFourBits, NonsenseIsRefused) {
+  LayerSpec spec = routed({.num_experts = 6, .top_k = 2});
+  const auto message = [&](const MoeWeights& weights, LayerOptions options = {}) {
+    return test::error_of(ErrorCode::kUnsupported,
+                          [&] { DeviceLayer layer(spec, weights, 10, options); });
+  };
+  EXPECT_THAT(message(make_weights(spec, kMxfp4), {.compute = kFp8}),
+              HasSubstr("with tokens in bf16, not f8_e4m3"));
+  MoeWeights zeros = make_weights(spec, kInt4);
+  const std::vector<std::uint8_t> zero(1 << 20, 7);
+  for_each_four_bit_matrix(zeros, [&](MatrixView& m) { m.zero = zero.data(); });
+  EXPECT_THAT(message(zeros), HasSubstr("take no zero points"));
+  spec.shared_intermediate = 64;
+  EXPECT_THAT(message(make_weights(spec, kMxfp4)), HasSubstr("shared expert"));
+}
+
+// 2,000 passes of the same tokens, of few and of many.
+TEST_F(GpuFourBits, TheSameBitsOnEveryRepetition) {
+  const LayerSpec spec = routed({.num_experts = 16, .top_k = 4});
+  for (const DType dtype : {kMxfp4, kInt4}) {
+    const MoeWeights w = make_weights(spec, dtype);
+    for (const int tokens : {3, 400}) {
+      DeviceLayer layer(spec, w, tokens);
+      const Batch batch = batch_of(spec, tokens, 0.5);
+      const BatchResult first = layer.run(batch, DType::kBF16);
+      for (int repetition = 0; repetition < 500; ++repetition) {
+        ASSERT_TRUE(layer.run(batch, DType::kBF16).output == first.output)
+            << to_string(dtype) << ", " << tokens << " tokens, repetition " << repetition;
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace switchyard::testing
