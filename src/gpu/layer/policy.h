@@ -55,7 +55,8 @@ struct FourBitPolicy : Tiles, LargePass {
                                     .most_log2_split = 0};
   static constexpr int kSlotRows = kTile.max_height();
   static constexpr std::uint32_t kStagesAhead = 12;
-  static constexpr std::uint32_t kCopyVectors = 4;  // as in FP8
+  static constexpr std::uint32_t kCopyVectors = 4;  // the loading warps have few registers
+  static constexpr RoleRegisters kRegisters{.loading = 72, .math = 216};
   static constexpr int kSmallTokens = 32, kSmallLogits = 6144;
 };
 struct MXFP4Policy : FourBitPolicy<MXFP4Tiles> {};

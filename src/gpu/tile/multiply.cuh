@@ -187,9 +187,8 @@ __device__ __forceinline__ void multiply_four_bit(const TilePipeline<C>& pipelin
   };
   Fragments weights;
   make_fragments<kType>(fetch(), weights);
-  // (The products that are under way meanwhile would leave this too few registers.)
-  started();
   stage.issue(weights, acc, false);
+  started();
   SWITCHYARD_ROLLED
   for (std::uint32_t left = k_blocks; --left != 0;) {
     const std::uint32_t previous = place.stage;

@@ -42,7 +42,6 @@ struct F16Tiles : BF16Tiles {
 template <DType kStored>
 struct FourBitTiles : BF16Tiles {
   static constexpr Numerics kNumerics{{kStored, DType::kBF16, 32}, {DType::kBF16, DType::kBF16, 0}};
-  static constexpr RoleRegisters kRegisters{.loading = 72, .math = 216};
 };
 using MXFP4Tiles = FourBitTiles<DType::kF4E2M1>;
 using INT4Tiles = FourBitTiles<DType::kU4>;
