@@ -285,6 +285,20 @@ TEST(FourBits, AScaleThatIsNanIsReportedWithItsPlace) {
               HasSubstr("experts[4].down's scale of row 0, columns 0 to 31 is NaN"));
 }
 
+TEST(FourBits, ANanOfOneRankIsToldByAllRanks) {
+  const LayerSpec spec = small();
+  MoeWeights weights = make_weights(spec, kMxfp4);
+  std::vector<std::uint8_t> scales(static_cast<std::size_t>(spec.hidden) * 10, 120);
+  scales[3] = 255;
+  weights.experts[4].down.scale = scales.data();  // rank 1 has experts 3 to 5
+  expect_thrown(run_ranks(World::threads(2),
+                          [&](const World& world) {
+                            MoeLayer(world, spec, weights_of_rank(weights, world.rank(), 2));
+                          }),
+                ErrorCode::kInvalidArgument,
+                "experts[4].down's scale of row 0, columns 96 to 127 is NaN");
+}
+
 // A layer on a GPU has a kernel for one form, and would read another one's bytes as its own.
 TEST(FourBits, ALayerGetsOnlyWeightsOfItsFormAnew) {
   LayerSpec spec = small();
