@@ -17,6 +17,8 @@
 #include "model/config.h"
 #include "models/generate.h"
 #include "models/model_table.h"
+#include "switchyard/checkpoint.h"
+#include "switchyard/weights.h"
 
 namespace switchyard::cli {
 namespace {
@@ -55,21 +57,18 @@ Written measure_directory(const fs::path& directory) {
 
 void print_summary(const MakeOptions& options) {
   const Written written = measure_directory(options.directory);
-  const ModelEntry& entry = find_model(options.model);
-  const DType dtype = options.write.dtype.value_or(entry.dtype);
-  const ModelConfig config =
-      parse_config(rewrite_config(entry.config_json, options.write.overrides, dtype), entry.name);
-  const std::vector<int> layers = config.moe_layers();
+  const Checkpoint checkpoint = Checkpoint::open(options.directory);
+  const std::vector<int> layers = checkpoint.moe_layers();
   fmt::print("{}: {} in {}\n", printable(options.directory),
              format_bytes(static_cast<double>(written.bytes)),
              plural(written.shards, "safetensors file"));
   const std::string made =
       fmt::format("{} of {} in {}, made with --seed {}: {} {}", plural(layers.size(), "MoE layer"),
-                  options.model, short_name(dtype), options.write.seed,
+                  options.model, short_name(checkpoint.dtype()), options.write.seed,
                   layers.size() == 1 ? "layer" : "layers", join(layers, ", "));
   for (const std::string& line : wrap(made, kReportColumns)) fmt::print("{}\n", line);
-  for (const std::string& line : wrap(
-           describe(*config.layers.at(static_cast<std::size_t>(layers.front()))), kReportColumns)) {
+  for (const std::string& line :
+       wrap(describe(checkpoint.layer_spec(layers.front())), kReportColumns)) {
     fmt::print("{}\n", line);
   }
 }

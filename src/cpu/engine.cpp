@@ -243,7 +243,6 @@ Engine::Engine(const World& world, const LayerSpec& spec, const MoeWeights& weig
   layer_.spec = spec;
   place_experts(options.placement);
   validate(spec, weights, own_places(), num_places());
-  check_values(weights, own_places());
   if (!weights.router.empty()) routing::check_routable(spec);
   if (spec.top_k > protocol::kMaxTopK || world.size() > protocol::kMaxRanks) {
     throw Error(
@@ -251,6 +250,9 @@ Engine::Engine(const World& world, const LayerSpec& spec, const MoeWeights& weig
         fmt::format("top_k {} over {} ranks; this build supports top_k up to {} and {} ranks",
                     spec.top_k, world.size(), protocol::kMaxTopK, protocol::kMaxRanks));
   }
+
+  // Other ranks' experts may be good, and these ranks would wait for this one.
+  attempt_together(world.fabric(), [&] { check_values(weights, own_places()); });
 
   weights_ = weights;
   layer_.on_step = options.diagnostics.on_step;

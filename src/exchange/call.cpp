@@ -27,6 +27,11 @@ void check_scales(const MatrixView& tokens) {
                     "columns of a token",
                     tokens.rows, groups, kQuantGroup));
   }
+  if (tokens.scale_dtype != DType::kF32) {
+    throw Error(ErrorCode::kDTypeMismatch,
+                fmt::format("tokens are f8_e4m3 with scales of {}; convert them to f32",
+                            to_string(tokens.scale_dtype)));
+  }
   if (tokens.scale_rows != 1 || tokens.scale_cols != kQuantGroup ||
       (tokens.rows > 1 && tokens.scale_stride < groups)) {
     refuse(fmt::format(

@@ -4,11 +4,13 @@
 
 #include <cmath>
 #include <cstdlib>
+#include <string>
 #include <vector>
 
 #include "base/convert.h"
 #include "base/overlap.h"
 #include "base/quantize.h"
+#include "model/check_tensor.h"
 #include "protocol/partition.h"
 #include "routing/route.h"
 #include "switchyard/routing.h"
@@ -55,6 +57,11 @@ void check_quantised(const LayerSpec& spec, const ForwardInput& input, DType com
   if (x.scale == nullptr) {
     refuse(fmt::format("their scale is null; pass [{}, {}] scales, one for {} columns of a token",
                        x.rows, groups, kQuantGroup));
+  }
+  if (x.scale_dtype != DType::kF32) {
+    throw Error(ErrorCode::kDTypeMismatch,
+                fmt::format("activations are f8_e4m3 with scales of {}; convert them to f32",
+                            to_string(x.scale_dtype)));
   }
   if (x.scale_rows != 1 || x.scale_cols != kQuantGroup || x.scale_stride < groups) {
     refuse(
@@ -203,6 +210,30 @@ void check_call(const LayerSpec& spec, const MoeWeights& weights, int max_tokens
   require_memory_apart(spec, input, output);
 }
 
+namespace {
+
+// The first routed expert's that this rank was given; empty if there is none.
+MatrixView routed_up(const MoeWeights& weights) {
+  for (const FfnWeights& expert : weights.experts) {
+    if (!expert.up.empty()) return expert.up;
+  }
+  return {};
+}
+
+void require_same_form(const char* whose, const MatrixView& old, const MatrixView& fresh) {
+  const auto form_of = [](const MatrixView& m) {
+    return is_four_bit(m.dtype) ? four_bit_form(m) : std::string(to_string(m.dtype));
+  };
+  if (old.empty() || fresh.empty()) return;
+  if (!is_four_bit(old.dtype) && !is_four_bit(fresh.dtype)) return;
+  if (form_of(old) == form_of(fresh)) return;
+  throw Error(ErrorCode::kDTypeMismatch,
+              fmt::format("{} {}, and were {}; convert them, or make the layer anew", whose,
+                          form_of(fresh), form_of(old)));
+}
+
+}  // namespace
+
 void require_same_weights(const MoeWeights& old, const MoeWeights& fresh, DType old_compute,
                           DType fresh_compute) {
   const auto require = [](bool before, bool now, const char* name) {
@@ -220,6 +251,9 @@ void require_same_weights(const MoeWeights& old, const MoeWeights& fresh, DType 
                 fmt::format("the router is {}, and was {}; convert it, or make the layer anew",
                             to_string(fresh.router.dtype), to_string(old.router.dtype)));
   }
+  // Both may compute in one type, but kernels of GPUs are for one form of four-bit weights.
+  require_same_form("the routed experts' weights are", routed_up(old), routed_up(fresh));
+  require_same_form("the shared expert's weights are", old.shared.up, fresh.shared.up);
   if (old_compute == fresh_compute) return;
   throw Error(ErrorCode::kDTypeMismatch,
               fmt::format("the layer computes in {}, and would compute in {} with these weights; "

@@ -3,6 +3,8 @@
 
 #include <fmt/core.h>
 
+#include <utility>
+
 #include "base/limits.h"
 #include "base/posix.h"
 #include "fabric/fabric.h"
@@ -81,6 +83,20 @@ void check_cpu_options(const LayerOptions& options) {
   if (!cuda.cooperative_launch) refuse_set("cooperative_launch is false", "true");
 }
 
+// Kernels of GPUs multiply a shared expert in the type of the routed ones, and none is for both of
+// four bits.
+void require_wide_shared_expert(const FfnWeights& shared) {
+  for (const auto& [name, matrix] :
+       {std::pair{"gate", &shared.gate}, {"up", &shared.up}, {"down", &shared.down}}) {
+    if (!is_four_bit(matrix->dtype)) continue;
+    throw Error(
+        ErrorCode::kUnsupported,
+        fmt::format("shared.{} is {}, and the backend is cuda, which takes no shared expert "
+                    "of four bits; convert it to bf16, or use the backend cpu",
+                    name, to_string(matrix->dtype)));
+  }
+}
+
 void check_cuda_options(const LayerOptions& options) {
   if (options.cpu.num_threads != 0) {
     refuse(fmt::format("num_threads is {}, but the backend is cuda, which has none; leave it at 0",
@@ -133,6 +149,7 @@ std::unique_ptr<LayerEngine> make_engine(const World& world, const LayerSpec& sp
       return cpu::make_engine(world, spec, weights, options, std::move(memory));
     case Backend::kCuda:
       check_cuda_options(options);
+      require_wide_shared_expert(weights.shared);
       options.cuda.device = gpu::choose_device(options);
       if (world.fabric().proxy() != nullptr) {
         return gpu::make_engine_over_hosts(world, spec, weights, options);

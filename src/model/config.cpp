@@ -263,6 +263,14 @@ Draft parse_deepseek_v2(const Keys& keys, int num_layers) {
   return draft;
 }
 
+// Kimi-K3. A LayerSpec has one hidden size for the router and the experts.
+[[noreturn]] void refuse_latent_experts(const Keys& keys, std::string_view key, const Json& value) {
+  keys.fail(key, fmt::format("is {}: the routed experts work in a space of their own, which is "
+                             "narrower than what the router reads; such layers are not read, so "
+                             "run them with the model's own code",
+                             excerpt(value)));
+}
+
 // Kimi-K2's code is in the model's own repository, so that no default of it is known for sure.
 void require_kimi_keys(const Keys& keys) {
   for (const char* key : {"norm_topk_prob", "routed_scaling_factor", "n_group", "topk_group",
@@ -278,7 +286,11 @@ Draft parse_deepseek_v3(const Keys& keys, int num_layers, const std::string& mod
   const bool is_glm = starts_with(model_type, "glm");
   const bool is_glm4 = is_glm && model_type != "glm_moe_dsa";
   const bool is_typed = model_type == "glm_moe_dsa" || model_type == "deepseek_v32";
-  if (is_kimi) require_kimi_keys(keys);
+  if (is_kimi) {
+    require_kimi_keys(keys);
+    if (const Json* const width = keys.find("routed_expert_hidden_size"))
+      refuse_latent_experts(keys, "routed_expert_hidden_size", *width);
+  }
   Draft draft{common_spec(keys, {"moe_intermediate_size"},
                           {"n_routed_experts", "num_local_experts", "num_experts"}),
               {},
@@ -523,6 +535,9 @@ Located locate(const Json& document, const std::string& source) {
   const std::optional<Keys> text = root.object("text_config");
   const std::string outer = root.text_or("model_type", "");
   const std::string inner = text ? text->text_or("model_type", "") : std::string();
+  // Its text_config could pass for another family's.
+  for (const std::string& name : {outer, inner})
+    if (name == "kimi_k3") refuse_latent_experts(root, "model_type", Json(name));
   // The outer name wins: MiniMax-M3 labels its inner config "minimax_m2".
   for (const std::string& name : {outer, inner})
     if (const FamilyName* family = find_family(name))

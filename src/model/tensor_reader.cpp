@@ -237,8 +237,8 @@ MatrixView TensorReader::half(const MatrixView& both, int which, bool interleave
   return view;
 }
 
-// Gives `view`, the rows first, first + step, ... of `both`, its part of the scales. They are
-// copied where a block of `both` begins in the middle of one of the view.
+// Gives `view`, the rows first, first + step, ... of `both`, its part of the scales and zero
+// points. Scales are copied where a block of `both` begins in the middle of one of the view.
 void TensorReader::take_scales(MatrixView& view, const MatrixView& both, std::int64_t first,
                                std::int64_t step) {
   const std::int64_t block = both.scale_rows;
@@ -248,6 +248,7 @@ void TensorReader::take_scales(MatrixView& view, const MatrixView& both, std::in
   }
   if (block == 1 || (step == 1 && first % block == 0)) {
     view.scale = both.row_scale(first);
+    if (both.zero != nullptr) view.zero = both.zero + first / block * both.scale_stride;
     if (block == 1) view.scale_stride = step * both.scale_stride;
     return;
   }

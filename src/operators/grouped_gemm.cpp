@@ -160,6 +160,11 @@ void check_scales(const MatrixView& x) {
                     "columns of a row",
                     x.rows, groups, kQuantGroup));
   }
+  if (x.scale_dtype != DType::kF32) {
+    throw Error(ErrorCode::kDTypeMismatch,
+                fmt::format("x is f8_e4m3 with scales of {}; convert them to f32",
+                            to_string(x.scale_dtype)));
+  }
   if (x.scale_rows != 1 || x.scale_cols != kQuantGroup || (x.rows > 1 && x.scale_stride < groups)) {
     refuse(
         fmt::format("x is f8_e4m3 with a scale per {} x {}, with stride {}; use scale_rows 1, "

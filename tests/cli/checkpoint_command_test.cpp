@@ -6,6 +6,7 @@
 #include <csignal>
 #include <filesystem>
 #include <string>
+#include <tuple>
 
 #include "cli/command.h"
 #include "switchyard/checkpoint.h"
@@ -42,6 +43,30 @@ TEST(MakeCheckpoint, TellsOfFourBits) {
   expect_told({"make-checkpoint", "--model", "gpt-oss-20b", "--dtype", "int4", "--out",
                (directory / "other").string()},
               2, "gpt_oss has no published int4 layout");
+}
+
+TEST(MakeCheckpoint, FourBitsRunFromTheirFiles) {
+  for (const auto& [model, name, exact] :
+       {std::tuple("gpt-oss-20b", "mxfp4", "f4_e2m1"),
+        std::tuple("deepseek-v4-flash", "mxfp4", "f4_e2m1"),
+        std::tuple("kimi-k3", "mxfp4", "f4_e2m1"), std::tuple("kimi-k2-thinking", "int4", "u4")}) {
+    SCOPED_TRACE(model);
+    const TemporaryDirectory directory;
+    const std::string path = (directory / "model").string();
+    const Arguments sizes = {"--model",  model, "--experts",      "16",
+                             "--hidden", "160", "--intermediate", "96"};
+    const Completed made = run_well(join({"make-checkpoint", "--seed", "5", "--out", path}, sizes));
+    EXPECT_THAT(made.out, HasSubstr(std::string(model) + " in " + name));
+    const std::string loaded = (directory / "loaded").string();
+    const std::string generated = (directory / "generated").string();
+    const Arguments common = {"run", "--tokens",  "37",  "--seed",   "5",       "--ranks",
+                              "2",   "--backend", "cpu", "--verify", "--output"};
+    const Completed ran = run_well(join(join(common, {loaded}), {"--checkpoint", path}));
+    EXPECT_THAT(ran.out, HasSubstr(std::string("model; ") + exact));
+    EXPECT_THAT(ran.out, HasSubstr("  ok  "));
+    run_well(join(join(common, {generated, "--quiet"}), sizes));
+    EXPECT_EQ(read_file(loaded), read_file(generated));
+  }
 }
 
 // The checkpoint would have 3 GB. The command is interrupted after some milliseconds and must leave

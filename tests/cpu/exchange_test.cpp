@@ -275,6 +275,8 @@ TEST_F(BadExchange, Inputs) {
   wire = kFp8;
   refuse_call(bad, "their scale is null", [](DispatchInput& in) { in.tokens.scale = nullptr; });
   refuse_call(bad, "scale per 128 x 128", [](DispatchInput& in) { in.tokens.scale_rows = 128; });
+  refuse_call(ErrorCode::kDTypeMismatch, "f8_e4m3 with scales of f8_e8m0",
+              [](DispatchInput& in) { in.tokens.scale_dtype = DType::kF8E8M0; });
 }
 
 // The test `Refusals` has the outputs.

@@ -9,6 +9,7 @@
 #include <functional>
 #include <limits>
 #include <random>
+#include <string>
 #include <vector>
 
 #include "model/errors.h"
@@ -282,6 +283,88 @@ TEST(FourBits, AScaleThatIsNanIsReportedWithItsPlace) {
   scales[0] = 255;
   EXPECT_THAT(test::error_of(ErrorCode::kInvalidArgument, [&] { layer.rebind(weights); }),
               HasSubstr("experts[4].down's scale of row 0, columns 0 to 31 is NaN"));
+}
+
+TEST(FourBits, ANanOfOneRankIsToldByAllRanks) {
+  const LayerSpec spec = small();
+  MoeWeights weights = make_weights(spec, kMxfp4);
+  std::vector<std::uint8_t> scales(static_cast<std::size_t>(spec.hidden) * 10, 120);
+  scales[3] = 255;
+  weights.experts[4].down.scale = scales.data();  // rank 1 has experts 3 to 5
+  expect_thrown(run_ranks(World::threads(2),
+                          [&](const World& world) {
+                            MoeLayer(world, spec, weights_of_rank(weights, world.rank(), 2));
+                          }),
+                ErrorCode::kInvalidArgument,
+                "experts[4].down's scale of row 0, columns 96 to 127 is NaN");
+}
+
+// A layer on a GPU has a kernel for one form, and would read another one's bytes as its own.
+TEST(FourBits, ALayerGetsOnlyWeightsOfItsFormAnew) {
+  LayerSpec spec = small();
+  spec.shared_intermediate = 160;
+  const MoeWeights weights = make_weights(spec, kInt4);
+  MoeLayer layer(World::single(), spec, weights);
+  const auto expect_refused = [&](const MoeWeights& other, const char* words) {
+    EXPECT_THAT(test::error_of(ErrorCode::kDTypeMismatch, [&] { layer.rebind(other); }),
+                HasSubstr(words));
+  };
+  const char* const was = ", and were u4 with a scale of bf16 per 32 columns";
+  MoeWeights other = weights;
+  const MoeWeights mxfp4 = make_weights(spec, kMxfp4);
+  other.experts = mxfp4.experts;
+  expect_refused(other, (std::string("the routed experts' weights are f4_e2m1 with a scale of "
+                                     "f8_e8m0 per 32 columns") +
+                         was)
+                            .c_str());
+  const MoeWeights bf16 = make_weights(spec, DType::kBF16);
+  other.experts = bf16.experts;
+  expect_refused(other, (std::string("the routed experts' weights are bf16") + was).c_str());
+  const std::vector<std::uint8_t> zeros(std::size_t{320} * 10, 8);
+  other.experts = weights.experts;
+  for (FfnWeights& expert : other.experts)
+    for (MatrixView* const m : {&expert.gate, &expert.up, &expert.down}) m->zero = zeros.data();
+  expect_refused(other, (std::string("32 columns and zero points") + was).c_str());
+  other = weights;
+  other.shared = mxfp4.experts[0];
+  for (MatrixView* const m : {&other.shared.gate, &other.shared.up}) m->rows = 160;
+  other.shared.down.cols = 160;
+  expect_refused(other, "the shared expert's weights are f4_e2m1");
+  layer.rebind(make_weights(spec, kInt4, 3));
+}
+
+TEST(FourBits, SharedExpertsOfFourBitsAreForCpus) {
+  LayerSpec spec = small();
+  spec.shared_intermediate = spec.intermediate;
+  MoeWeights weights = make_weights(spec, DType::kBF16);
+  const MoeWeights four_bits = make_weights(spec, kMxfp4);
+  weights.shared = four_bits.experts[0];
+  const Batch batch = random_batch(spec, 20, DType::kBF16, 5);
+  expect_accurate(spec, weights, batch,
+                  run_batch(spec, weights, batch, Shares::even(20, 2), DType::kBF16));
+  EXPECT_THAT(test::error_of(
+                  ErrorCode::kUnsupported,
+                  [&] { MoeLayer(World::single(), spec, weights, {.backend = Backend::kCuda}); }),
+              HasSubstr("shared.gate is f4_e2m1, and the backend is cuda"));
+}
+
+TEST(FourBits, ScalesOfActivationsAreFloats) {
+  const LayerSpec spec = small();
+  MoeLayer layer(World::single(), spec, make_weights(spec, kMxfp4), {.compute = kFp8});
+  const std::vector<std::uint8_t> codes(288, 0x38), scales(3, 127);
+  const std::vector<std::int64_t> ids = {0, 1};
+  const std::vector<float> factors = {0.5f, 0.5f};
+  std::vector<float> y(288);
+  ForwardInput input;
+  input.activations = {codes.data(), kFp8, 1, 288, 288, 1, scales.data(), 1, 128, 3};
+  input.activations.scale_dtype = DType::kF8E8M0;
+  input.topk_ids = ids;
+  input.topk_weights = factors;
+  ForwardOutput output;
+  output.data = y.data();
+  output.dtype = DType::kF32;
+  EXPECT_THAT(test::error_of(ErrorCode::kDTypeMismatch, [&] { layer.forward(input, output); }),
+              HasSubstr("activations are f8_e4m3 with scales of f8_e8m0; convert them to f32"));
 }
 
 TEST(FourBits, GateAndUpInTurn) {

@@ -509,6 +509,32 @@ TEST(Config, KimiHasNoDefaults) {
   }
 }
 
+// The experts of Kimi-K3 work on 3584 numbers and its router on 7168. A reader of a related family
+// would take one for the other.
+TEST(Config, KimiK3IsRefusedWhateverItsTextIsCalled) {
+  for (const char* inner : {"", R"("model_type": "kimi_linear", )", R"("model_type": "kimi_k2", )",
+                            R"("model_type": "deepseek_v3", )"}) {
+    SCOPED_TRACE(inner);
+    const std::string config = R"({"model_type": "kimi_k3", "text_config": {)" +
+                               std::string(inner) +
+                               R"("hidden_size": 7168, "num_hidden_layers": 93,
+        "first_k_dense_replace": 1, "num_experts": 896, "n_routed_experts": 896,
+        "num_experts_per_token": 16, "moe_intermediate_size": 3072, "num_shared_experts": 2,
+        "n_shared_experts": 2, "routed_expert_hidden_size": 3584, "latent_moe_use_norm": true,
+        "hidden_act": "situ", "topk_method": "noaux_tc", "n_group": 1, "topk_group": 1,
+        "norm_topk_prob": true, "routed_scaling_factor": 1.0}})";
+    EXPECT_ERROR(parse_config(config, "c"), ErrorCode::kInvalidConfig,
+                 "'model_type' is \"kimi_k3\"", "routed experts work in a space of their own",
+                 "the model's own code");
+  }
+  EXPECT_ERROR(parse_config(any_family("kimi_k2", R"(, "norm_topk_prob": true, "n_group": 1,
+      "routed_scaling_factor": 1.0, "topk_group": 1, "first_k_dense_replace": 1,
+      "n_shared_experts": 2, "routed_expert_hidden_size": 4)"),
+                            "c"),
+               ErrorCode::kInvalidConfig, "'routed_expert_hidden_size' is 4",
+               "routed experts work in a space of their own");
+}
+
 TEST(Config, QuantizationIsReadOrItsKeyIsNamed) {
   const std::string weights = R"("weights": {"num_bits": 8, "type": "float", "symmetric": true,
       "dynamic": false, "strategy": "block", "block_structure": [128, 128]})";

@@ -358,6 +358,31 @@ TEST_P(FourBitCheckpoint, FormatsThatAreNotKnownAreRefused) {
   }
 }
 
+// As transformers saves a shared expert whose gate and up it holds in one module. The second half
+// has scales and zero points of its own.
+TEST_P(FourBitCheckpoint, SharedExpertWithGateAndUpInOneModule) {
+  const Layout& layout = GetParam();
+  // The other families' shared experts are never of four bits.
+  if (keys_.find(R"("model_type": "olmoe")") == std::string::npos) return;
+  replace_key(R"("model_type": "olmoe")", R"("model_type": "deepseek_v2", "n_routed_experts": 2,
+      "n_shared_experts": 1, "first_k_dense_replace": 0)");
+  const Matrix both =
+      Matrix::random(2 * kIntermediate, kHidden, layout.group, layout.is_int, layout.has_zero, 77);
+  const std::string shared = std::string(layout.block) + "shared_experts.";
+  layout.add(tensors_, shared + "gate_up_proj", both);
+  layout.add(tensors_, shared + "down_proj", matrices_[2]);
+  const MoeWeights weights = open().load_layer(0);
+  std::vector<double> row(static_cast<std::size_t>(kHidden));
+  for (std::int64_t r = 0; r < 2 * kIntermediate; ++r) {
+    const bool is_up = r >= kIntermediate;
+    reference::decode_row(is_up ? weights.shared.up : weights.shared.gate,
+                          is_up ? r - kIntermediate : r, row.data());
+    for (std::int64_t c = 0; c < kHidden; ++c)
+      ASSERT_EQ(row[static_cast<std::size_t>(c)], both.value(r, c, layout.is_int))
+          << "row " << r << " column " << c;
+  }
+}
+
 INSTANTIATE_TEST_SUITE_P(Layouts, FourBitCheckpoint, ::testing::ValuesIn(layouts()),
                          [](const auto& given) { return given.param.name; });
 

@@ -141,6 +141,32 @@ TEST(HostExperts, Fp8IsAccurate) {
   }
 }
 
+TEST(HostExperts, FourBitsAreAccurate) {
+  struct Case {
+    DType weights, compute;
+    bool has_shared;
+  };
+  LayerSpec spec = spec_of(128, 96, 12, 4);
+  for (const Case& c : {Case{DType::kF4E2M1, DType::kBF16, true},
+                        {DType::kF4E2M1, DType::kF8E4M3, false},
+                        {DType::kU4, DType::kBF16, true}}) {
+    spec.shared_intermediate = c.has_shared ? 64 : 0;
+    const MoeWeights weights = make_weights(spec, c.weights, 3, 1);
+    const Batch batch = random_batch(spec, 60, DType::kBF16, 5);
+    for (const bool networks_reach_devices : {false, true}) {
+      SCOPED_TRACE(::testing::Message() << to_string(c.weights) << " in " << to_string(c.compute)
+                                        << ", " << name_of(networks_reach_devices));
+      const BatchResult result =
+          run_over({1, 1, 1}, spec, weights, batch, Shares::of({20, 40, 0}), DType::kBF16,
+                   {.compute = c.compute}, {}, networks_reach_devices);
+      double yardstick = 0;
+      const double error =
+          output_error(spec, weights, batch, result, &yardstick, c.compute == DType::kF8E4M3);
+      EXPECT_LE(error, 2 * yardstick);
+    }
+  }
+}
+
 TEST(HostExperts, DropsOverCapacityAsOneHostDoes) {
   LayerSpec spec = spec_of(64, 32, 12, 4);
   spec.capacity_factor = 1;

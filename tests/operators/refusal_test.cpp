@@ -233,6 +233,11 @@ TEST(GroupedGemmRefusals, Fp8Inputs) {
                kInvalid, "scale is null", "[6, 1] scales");
   EXPECT_ERROR(run([&](Good& g) {
                  fp8(g);
+                 g.input.x.scale_dtype = DType::kF8E8M0;
+               }),
+               kType, "x is f8_e4m3 with scales of f8_e8m0", "convert them to f32");
+  EXPECT_ERROR(run([&](Good& g) {
+                 fp8(g);
                  g.input.x.scale_cols = 64;
                }),
                kInvalid, "a scale per 1 x 64", "scale_cols 128");
