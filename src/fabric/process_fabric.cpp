@@ -151,7 +151,7 @@ std::shared_ptr<ProcessFabric> make_process_fabric(int rank, int size,
                                                    const std::string& rendezvous,
                                                    std::chrono::milliseconds deadline,
                                                    const network::Secret& secret,
-                                                   protocol::WorldView view) {
+                                                   const protocol::WorldView& view) {
   try {
     return make_shared_here<Processes>(rank, size, rendezvous, deadline, secret, view);
   } catch (const TimeoutError& error) {

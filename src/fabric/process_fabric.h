@@ -22,6 +22,6 @@ std::shared_ptr<ProcessFabric> make_process_fabric(int rank, int size,
                                                    const std::string& rendezvous,
                                                    std::chrono::milliseconds deadline,
                                                    const network::Secret& secret = {},
-                                                   protocol::WorldView view = {});
+                                                   const protocol::WorldView& view = {});
 
 }  // namespace switchyard

@@ -126,7 +126,7 @@ void WorldRecord::look() {
       if (!knows_before) continue;
       // A rank's wait for its own threads often is a consequence of another thread's wait.
       if (!wait.is_wait() || wait.own || wait.peer >= size()) continue;
-      seen_[static_cast<std::size_t>(r * size() + wait.peer)] = {word, now};
+      seen_[seen_at(r, wait.peer)] = {word, now};
     }
   }
   look_at_lives();

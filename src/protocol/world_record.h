@@ -105,9 +105,10 @@ class WorldRecord {
     std::uint64_t wait = 0;
     std::int64_t changed = 0;  // ns, when the word changed to it
   };
-  const Seen& seen(int rank, int peer) const {
-    return seen_[static_cast<std::size_t>(rank * size() + peer)];
+  std::size_t seen_at(int rank, int peer) const {
+    return static_cast<std::size_t>(rank) * words_.size() + static_cast<std::size_t>(peer);
   }
+  const Seen& seen(int rank, int peer) const { return seen_[seen_at(rank, peer)]; }
   void look_at_lives() const;
   void watch();
   bool has_left(int rank) const;
