@@ -78,6 +78,11 @@ void check_four_bit(const std::string& name, const MatrixView& view) {
                        "that are contiguous",
                        view.col_stride));
   }
+  if (view.row_stride < 0) {
+    refuse(ErrorCode::kUnsupported,
+           fmt::format("with rows {} elements apart, in reverse; pass them in their order",
+                       view.row_stride));
+  }
   if (view.row_stride % 2 != 0) {
     refuse(ErrorCode::kUnsupported,
            fmt::format("with rows {} elements apart; a row must begin at a whole byte",

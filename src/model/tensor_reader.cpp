@@ -348,6 +348,7 @@ MatrixView TensorReader::compressed(const std::string& module, std::int64_t rows
                 fmt::format("{}: there is '{}.weight_g_idx': columns in the order of activations "
                             "are not supported; quantise without actorder",
                             printable(index_.directory()), printable(module)));
+  require_stored_shape(module + ".weight_shape", rows, cols);
   const Located codes = require(name);
   require_type(codes, is_float ? std::initializer_list<std::string_view>{"U8"}
                                : std::initializer_list<std::string_view>{"I32"});
@@ -372,6 +373,31 @@ MatrixView TensorReader::compressed(const std::string& module, std::int64_t rows
                             printable(index_.directory()), printable(zeros)));
   }
   return view;
+}
+
+void TensorReader::require_stored_shape(const std::string& name, std::int64_t rows,
+                                        std::int64_t cols) const {
+  if (!index_.has(name)) return;
+  const Located tensor = require(name);
+  require_type(tensor, {"I64", "I32"});
+  require_shape(tensor, {2});
+  std::vector<std::int64_t> stored(2);
+  for (std::size_t i = 0; i < stored.size(); ++i) {
+    const std::byte* const data = tensor.file->data(*tensor.info);
+    if (tensor.info->dtype == "I64") {
+      std::memcpy(&stored[i], data + i * sizeof(std::int64_t), sizeof(std::int64_t));
+    } else {
+      std::int32_t value = 0;
+      std::memcpy(&value, data + i * sizeof value, sizeof value);
+      stored[i] = value;
+    }
+  }
+  if (stored == std::vector<std::int64_t>{rows, cols}) return;
+  throw Error(
+      ErrorCode::kShapeMismatch,
+      fmt::format("{}: tensor '{}' says that the weights are {}, but config.json asks for "
+                  "[{}, {}]; the config and the weights are of different models",
+                  printable(tensor.file->path()), printable(name), shape_text(stored), rows, cols));
 }
 
 const std::uint8_t* TensorReader::zero_points(const std::string& name, std::int64_t rows,

@@ -98,6 +98,8 @@ class TensorReader {
   MatrixView four_bit_view(std::int64_t rows, std::int64_t cols, const FourBitFormat& format) const;
   MatrixView native_mxfp4(const std::string& module, std::int64_t rows, std::int64_t cols);
   MatrixView compressed(const std::string& module, std::int64_t rows, std::int64_t cols);
+  // Checks the shape that a checkpoint states, if it does.
+  void require_stored_shape(const std::string& name, std::int64_t rows, std::int64_t cols) const;
   // The codes of zero points that are packed along rows, a byte each.
   const std::uint8_t* zero_points(const std::string& name, std::int64_t rows, std::int64_t groups);
 

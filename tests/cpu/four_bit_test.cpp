@@ -427,6 +427,8 @@ TEST(FourBits, NonsenseIsRefused) {
        [](MatrixView& m) { m.col_stride = 2; }},
       {"rows 289 elements apart; a row must begin at a whole byte", ErrorCode::kUnsupported, kInt4,
        [](MatrixView& m) { m.row_stride = 289; }},
+      {"rows -288 elements apart, in reverse", ErrorCode::kUnsupported, kMxfp4,
+       [](MatrixView& m) { m.row_stride = -288; }},
       {"scales at an address that is no multiple of 2 bytes", ErrorCode::kInvalidArgument, kInt4,
        [](MatrixView& m) { m.scale = static_cast<const std::byte*>(m.scale) + 1; }},
       {"with zero points, which only u4 has", ErrorCode::kInvalidArgument, kMxfp4,

@@ -122,6 +122,10 @@ void add_mxfp4_packed(Tensors& tensors, const std::string& module, const Matrix&
 void add_int4_packed(Tensors& tensors, const std::string& module, const Matrix& m) {
   tensors[module + ".weight_packed"] = {"I32", {m.rows, m.cols / 8}, m.packed(8)};
   tensors[module + ".weight_scale"] = {"BF16", {m.rows, m.cols / m.group}, m.scale_bytes(2)};
+  std::vector<std::byte> shape(16);
+  const std::int64_t sizes[] = {m.rows, m.cols};
+  std::memcpy(shape.data(), sizes, shape.size());
+  tensors[module + ".weight_shape"] = {"I64", {2}, shape};
   if (m.zeros.empty()) return;
   tensors[module + ".weight_zero_point"] = {
       "I32", {(m.rows + 7) / 8, m.cols / m.group}, m.zero_bytes()};
@@ -331,6 +335,13 @@ TEST_P(FourBitCheckpoint, SizesThatDoNotFitAreRefused) {
   tensors_ = whole;
   rename(scales, "elsewhere");
   EXPECT_ERROR(load(), ErrorCode::kMissingTensor, "no tensor");
+}
+
+TEST_P(FourBitCheckpoint, AStatedShapeMustBeThatOfTheModel) {
+  if (!GetParam().is_int) return;
+  tensor("experts.0.up_proj.weight_shape").bytes[8] = std::byte{64};
+  EXPECT_ERROR(load(), ErrorCode::kShapeMismatch, "up_proj.weight_shape", "[256, 64]",
+               "[256, 128]");
 }
 
 TEST_P(FourBitCheckpoint, FormatsThatAreNotKnownAreRefused) {

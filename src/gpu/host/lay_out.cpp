@@ -26,6 +26,20 @@ void require_multiplied(const MatrixView& m) {
                   to_string(m.dtype)));
 }
 
+namespace {
+
+// Element by element, no codes of four bits are copied.
+void require_elements(const MatrixView& m) {
+  require_multiplied(m);
+  if (!is_four_bit(m.dtype)) return;
+  throw Error(ErrorCode::kUnsupported,
+              fmt::format("weights are {} beside others that are not; kernels for GPUs multiply "
+                          "experts of one type, convert them",
+                          to_string(m.dtype)));
+}
+
+}  // namespace
+
 void require_boxes(const MatrixView& m, DType compute) {
   const auto refuse = [&](const std::string& why) {
     throw Error(ErrorCode::kUnsupported,
@@ -199,7 +213,7 @@ const void* WeightLayout::reachable(const void* from, std::size_t bytes) {
 }
 
 void WeightLayout::copy(const MatrixView& from, void* to, DType to_type, std::int64_t to_stride) {
-  require_multiplied(from);
+  require_elements(from);
   const MatrixCopy copy{from, to, to_type, to_stride, 0};
   if (residence_of(from.data) == Residence::kHere) return add(copy);
   from_host_.push_back(copy);
@@ -207,14 +221,14 @@ void WeightLayout::copy(const MatrixView& from, void* to, DType to_type, std::in
 
 void WeightLayout::copy_plane(const MatrixView& from, std::uint16_t* to, std::int64_t to_stride,
                               int plane) {
-  require_multiplied(from);
+  require_elements(from);
   add({from, to, DType::kBF16, to_stride, plane});
 }
 
 void WeightLayout::copy(const VectorView& from, float* to) {
   if (from.empty()) return;
   const MatrixView row{from.data, from.dtype, 1, from.size, from.size, from.stride};
-  require_multiplied(row);
+  require_elements(row);
   add({row, to, DType::kF32, from.size, 0});
 }
 
