@@ -94,6 +94,7 @@ void agree(Fabric& fabric, const Declaration& mine) {
          {"spec.capacity_rule", name_of(mine.spec.capacity_rule)},
          {"max_tokens", mine.max_tokens},
          {"compute", to_string(mine.compute)},
+         {"weights", to_string(mine.weights)},
          {"pre_sum_per_host", mine.pre_sum_per_host},
          {"placement", table_of(mine.placement)}},
         "give every rank the same layer and limits");

@@ -18,6 +18,9 @@ struct Declaration {
   // The summary of LayerOptions::placement; see summary_of().
   std::uint64_t placement = 0;
   bool pre_sum_per_host = false;
+  // The type of the weights that the engine multiplies, where ranks with others would have other
+  // kernels and layouts; else the same number on all ranks.
+  DType weights{};
 };
 
 // A number that is the same for equal placements, and hardly ever for others; 0 for none.

@@ -47,6 +47,8 @@ TEST(Agreement, ValuesAreToldByTheirNames) {
               HasSubstr("spec.routing.group_score: sum of two here, max there"));
   EXPECT_THAT(difference([](Declaration& d) { d.spec.routing.renormalize ^= true; }),
               HasSubstr("spec.routing.renormalize: "));
+  EXPECT_THAT(difference([](Declaration& d) { d.weights = DType::kF4E2M1; }),
+              HasSubstr("weights: f32 here, f4_e2m1 there"));
   EXPECT_THAT(difference([](Declaration& d) { d.max_tokens = 11; }),
               HasSubstr("max_tokens: 10 here, 11 there"));
 }

@@ -200,7 +200,7 @@ Engine::Engine(const World& world, const LayerSpec& spec, const MoeWeights& weig
   routing::check_routable(spec);
   if (distributed())
     agree(world.fabric(), {spec, options.max_tokens, policy().numerics.token.compute,
-                           summary_of(options.placement)});
+                           summary_of(options.placement), false, policy().numerics.weight.storage});
   const protocol::ExpertPartition experts{num_places(), world.size()};
   params_.first_expert = experts.begin(world.rank());
   params_.local_experts = experts.count(world.rank());
