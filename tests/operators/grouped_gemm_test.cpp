@@ -52,6 +52,35 @@ TEST(GroupedGemm, NumbersOfExperts) {
   }
 }
 
+TEST(GroupedGemm, WeightsOfFourBits) {
+  for (const DType weight : {DType::kF4E2M1, DType::kU4}) {
+    for (const GateOrder order : kOrders) {
+      for (const int epilogue : {0, 1, 2}) {  // none, plain, gated
+        for (const int group : {32, 128}) {
+          if (group == 128 && weight == DType::kF4E2M1) continue;
+          Case c;
+          c.n = 96;
+          c.k = 256;
+          c.weight = weight;
+          c.group = group;
+          c.order = order;
+          c.pad = 6;
+          c.biased = true;
+          if (epilogue != 0) c.epilogue = activation_of(ActivationKind::kSilu, epilogue == 2);
+          expect_accurate_and_contained(c);
+          c.k = 2880 / group * group;
+          c.gathered = false;
+          c.scattered = c.weighted = true;
+          expect_accurate_and_contained(c);
+          if (weight == DType::kU4) continue;
+          c.compute = DType::kF8E4M3;
+          expect_accurate_and_contained(c);
+        }
+      }
+    }
+  }
+}
+
 // Rows around the heights of tiles, and experts without any, at the ends and in between.
 TEST(GroupedGemm, NumbersOfRows) {
   for (const std::vector<int>& rows : {std::vector<int>{1},

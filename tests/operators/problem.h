@@ -33,6 +33,7 @@ struct Case {
   GateOrder order = GateOrder::kGateUp;
   DType weight = DType::kBF16, x = DType::kBF16, out = DType::kBF16;
   Scales scales = Scales::kWhole;
+  int group = 32;  // columns that share a scale in four-bit weights
   std::optional<DType> compute;
   Backend backend = Backend::kCpu;
   RowLayout in, to;
@@ -207,7 +208,56 @@ class Problem {
     return case_.gated() ? physical_row(logical < half, logical % half) : logical;
   }
 
+  // Weights of four bits, whose rows are `pad` elements apart, with poison in between.
+  void make_four_bit_weights() {
+    const std::int64_t n = case_.n, k = case_.k, stride = k + case_.pad, groups = k / case_.group;
+    const bool is_float = case_.weight == DType::kF4E2M1;
+    const auto pair_of = [&] { return static_cast<std::byte>(random_()); };
+    memory_.assign(static_cast<std::size_t>(stride * n * case_.num_experts() / 2), kPoison);
+    // So that products are about as large as with other types.
+    const double deviation = (is_float ? 0.4 : 0.22) / std::sqrt(static_cast<double>(k));
+    for (int e = 0; e < case_.num_experts(); ++e) {
+      MatrixView view{memory_.data() + e * stride * n / 2, case_.weight, n, k, stride};
+      view.scale_rows = 1;
+      view.scale_cols = case_.group;
+      view.scale_stride = groups;
+      view.scale_dtype = is_float ? DType::kF8E8M0 : DType::kBF16;
+      const std::size_t size = size_of(view.scale_dtype);
+      std::vector<std::byte>& scales =
+          biases_.emplace_back(static_cast<std::size_t>(n * groups) * size);
+      for (int i = 0; i < n; ++i) {
+        std::byte* const row = memory_.data() + (e * n + physical(i)) * stride / 2;
+        for (std::int64_t c = 0; c < k / 2; ++c) row[c] = pair_of();
+        for (std::int64_t g = 0; g < groups; ++g) {
+          const double scale = deviation * std::exp2(normal());
+          std::byte* const to = &scales[static_cast<std::size_t>(physical(i) * groups + g) * size];
+          if (is_float) {
+            *to = static_cast<std::byte>(127 + std::lround(std::log2(scale)));
+          } else {
+            encode(static_cast<float>(scale), DType::kBF16, to);
+          }
+        }
+      }
+      view.scale = scales.data();
+      weights_.matrices.push_back(view);
+      make_bias(DType::kBF16);
+    }
+  }
+
+  void make_bias(DType dtype) {
+    if (!case_.biased) return;
+    const std::int64_t stride = 1 + case_.pad % 3;
+    std::vector<std::byte>& bias =
+        biases_.emplace_back(static_cast<std::size_t>(case_.n * stride) * size_of(dtype), kPoison);
+    for (int i = 0; i < case_.n; ++i) {
+      encode(normal(), dtype,
+             bias.data() + static_cast<std::size_t>(physical(i) * stride) * size_of(dtype));
+    }
+    weights_.biases.push_back({bias.data(), dtype, case_.n, stride});
+  }
+
   void make_weights() {
+    if (is_four_bit(case_.weight)) return make_four_bit_weights();
     const std::int64_t n = case_.n, k = case_.k, step = case_.col_step, pad = case_.pad;
     const std::int64_t row_stride = case_.transposed ? step : k * step + pad;
     const std::int64_t col_stride = case_.transposed ? n * step + pad : step;
@@ -243,16 +293,7 @@ class Problem {
         view.scale = scales.data();
       }
       weights_.matrices.push_back(view);
-      if (!case_.biased) continue;
-      const DType dtype = fp8 ? DType::kF32 : case_.weight;
-      const std::int64_t stride = 1 + pad % 3;
-      std::vector<std::byte>& bias =
-          biases_.emplace_back(static_cast<std::size_t>(n * stride) * size_of(dtype), kPoison);
-      for (int i = 0; i < n; ++i) {
-        encode(normal(), dtype,
-               bias.data() + static_cast<std::size_t>(physical(i) * stride) * size_of(dtype));
-      }
-      weights_.biases.push_back({bias.data(), dtype, n, stride});
+      make_bias(fp8 ? DType::kF32 : case_.weight);
     }
   }
 
@@ -320,7 +361,7 @@ class Problem {
   std::mt19937_64 random_;
   std::vector<std::byte> memory_;
   std::deque<std::vector<float>> scales_;
-  std::deque<std::vector<std::byte>> biases_;
+  std::deque<std::vector<std::byte>> biases_;  // and scales of four-bit weights
   GroupedGemmWeights weights_;
   int num_tokens_ = 0;
   std::vector<std::byte> tokens_;  // [tokens][K]
