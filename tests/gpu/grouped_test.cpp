@@ -125,6 +125,38 @@ TEST_F(GpuGroupedGemm, NumbersOfExperts) {
   }
 }
 
+#if defined(SWITCHYARD_FOUR_BIT_KERNELS)
+// Orders, epilogues, tile heights, rows past the last box and columns past the last stage.
+TEST_F(GpuGroupedGemm, WeightsOfFourBits) {
+  for (const DType weight : {DType::kF4E2M1, DType::kU4}) {
+    for (const GateOrder order :
+         {GateOrder::kGateUp, GateOrder::kUpGate, GateOrder::kInterleaved}) {
+      for (const int epilogue : {0, 1, 2}) {  // none, plain, gated
+        for (const auto& [n, k, group] :
+             {std::tuple{96, 96, 32}, {208, 256, 32}, {512, 2880, 32}, {64, 384, 128}}) {
+          if (group == 128 && weight == DType::kF4E2M1) continue;
+          Case c;
+          c.backend = Backend::kCuda;
+          c.n = n;
+          c.k = k;
+          c.group = group;
+          c.weight = weight;
+          c.order = order;
+          c.pad = 32;
+          c.biased = true;
+          c.rows = {5, 0, 40, 130, 300, 17};
+          if (epilogue != 0) c.epilogue = activation_of(ActivationKind::kSilu, epilogue == 2);
+          expect_accurate(c);
+          c.gathered = false;
+          c.scattered = c.weighted = true;
+          expect_accurate(c);
+        }
+      }
+    }
+  }
+}
+#endif
+
 // All heights of tiles, several tiles of an expert, and experts without rows.
 TEST_F(GpuGroupedGemm, NumbersOfRows) {
   for (const std::vector<int>& rows : {std::vector<int>{1},
