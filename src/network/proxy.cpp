@@ -386,6 +386,7 @@ std::byte* Proxy::at(std::uint32_t segment, const Target& target, std::uint64_t 
 // ----------------------------------------------------------------------------------- the thread
 
 void Proxy::run() {
+  if (acquaintances_.empty()) network_->refuse_connections();
   while (!stopping_.load(std::memory_order_acquire)) {
     bool busy = hear_network();
     busy |= apply_arrived();
