@@ -49,7 +49,7 @@ std::set<int> accused_by(const std::string& message, const std::vector<int>& pid
   for (std::sregex_iterator i(message.begin(), message.end(), subject), end; i != end; ++i) {
     add_numbers((*i)[1].str(), ranks);
   }
-  static const std::regex unreached("could not connect to rank ([0-9]+)");
+  static const std::regex unreached("could not (?:connect to|exchange data with) rank ([0-9]+)");
   for (std::sregex_iterator i(message.begin(), message.end(), unreached), end; i != end; ++i) {
     add_numbers((*i)[1].str(), ranks);
   }

@@ -33,6 +33,9 @@ TEST(FailureJudge, FindsWhomAMessageAccuses) {
                          "process 102 has exited",
                          pids),
               ElementsAre(2, 3));
+  EXPECT_THAT(
+      accused_by("rank 1 could not exchange data with rank 2 by libfabric tcp within 900 ms", pids),
+      ElementsAre(2));
   EXPECT_THAT(accused_by("rank 1 could not connect to rank 2 at 10.0.0.2 within 4000 ms", pids),
               ElementsAre(2));
   EXPECT_THAT(accused_by("rank 0 was waiting; process 101 (rank 1) still runs", pids), IsEmpty());
