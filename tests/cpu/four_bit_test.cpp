@@ -91,10 +91,18 @@ TEST_P(EveryModelInFourBits, SameBitsOnEveryRepetitionAndRankCount) {
   }
 }
 
+// INT4 differs in the codes alone, so every fourth model has it, too.
+std::vector<std::tuple<ModelEntry, DType>> models_in_four_bits() {
+  std::vector<std::tuple<ModelEntry, DType>> cases;
+  for (const ModelEntry& model : model_table()) {
+    if (cases.size() % 5 == 0) cases.emplace_back(model, kInt4);
+    cases.emplace_back(model, kMxfp4);
+  }
+  return cases;
+}
+
 INSTANTIATE_TEST_SUITE_P(ModelTable, EveryModelInFourBits,
-                         ::testing::Combine(::testing::ValuesIn(model_table()),
-                                            ::testing::Values(kMxfp4, kInt4)),
-                         [](const auto& given) {
+                         ::testing::ValuesIn(models_in_four_bits()), [](const auto& given) {
                            return identifier(std::get<0>(given.param).name) +
                                   (std::get<1>(given.param) == kMxfp4 ? "_mxfp4" : "_int4");
                          });
