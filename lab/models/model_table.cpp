@@ -13,6 +13,14 @@
 namespace switchyard {
 namespace {
 
+constexpr const char* kKimiK2 = R"({
+  "architectures": ["DeepseekV3ForCausalLM"], "model_type": "kimi_k2", "hidden_act": "silu",
+  "hidden_size": 7168, "intermediate_size": 18432, "moe_intermediate_size": 2048,
+  "num_hidden_layers": 61, "n_routed_experts": 384, "num_experts_per_tok": 8,
+  "n_shared_experts": 1, "first_k_dense_replace": 1, "moe_layer_freq": 1,
+  "scoring_func": "sigmoid", "topk_method": "noaux_tc", "n_group": 1, "topk_group": 1,
+  "norm_topk_prob": true, "routed_scaling_factor": 2.827, "vocab_size": 163840})";
+
 // Kimi-K3's routed experts, which work in a latent space of 3584 numbers of the model's 7168. Its
 // config.json, as programs that load it quote it, has model_type kimi_k3 and, under text_config:
 // hidden_size 7168, num_hidden_layers 93, first_k_dense_replace 1, num_experts 896,
@@ -205,22 +213,8 @@ constexpr ModelEntry kTable[] = {
       1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1],
     "vocab_size": 200064}})",
      DType::kF8E4M3},
-    {"kimi-k2", R"({
-  "architectures": ["DeepseekV3ForCausalLM"], "model_type": "kimi_k2", "hidden_act": "silu",
-  "hidden_size": 7168, "intermediate_size": 18432, "moe_intermediate_size": 2048,
-  "num_hidden_layers": 61, "n_routed_experts": 384, "num_experts_per_tok": 8,
-  "n_shared_experts": 1, "first_k_dense_replace": 1, "moe_layer_freq": 1,
-  "scoring_func": "sigmoid", "topk_method": "noaux_tc", "n_group": 1, "topk_group": 1,
-  "norm_topk_prob": true, "routed_scaling_factor": 2.827, "vocab_size": 163840})",
-     DType::kF8E4M3},
-    {"kimi-k2-thinking", R"({
-  "architectures": ["DeepseekV3ForCausalLM"], "model_type": "kimi_k2", "hidden_act": "silu",
-  "hidden_size": 7168, "intermediate_size": 18432, "moe_intermediate_size": 2048,
-  "num_hidden_layers": 61, "n_routed_experts": 384, "num_experts_per_tok": 8,
-  "n_shared_experts": 1, "first_k_dense_replace": 1, "moe_layer_freq": 1,
-  "scoring_func": "sigmoid", "topk_method": "noaux_tc", "n_group": 1, "topk_group": 1,
-  "norm_topk_prob": true, "routed_scaling_factor": 2.827, "vocab_size": 163840})",
-     DType::kU4},
+    {"kimi-k2", kKimiK2, DType::kF8E4M3},
+    {"kimi-k2-thinking", kKimiK2, DType::kU4},
     {"kimi-k3", kKimiK3, DType::kF4E2M1},
     {"dbrx", R"({
   "architectures": ["DbrxForCausalLM"], "model_type": "dbrx", "d_model": 6144, "n_layers": 40,

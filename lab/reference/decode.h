@@ -12,6 +12,8 @@ double f16_to_double(std::uint16_t bits);
 double f8e4m3_to_double(
     std::uint8_t bits);  // the "fn" format: no infinities, 0x7f and 0xff are NaN
 
+double f4e2m1_to_double(std::uint8_t code);  // of the lower four bits
+
 // The code of the f8_e4m3 value nearest to `value`, ties to the even code; +-448 beyond that.
 std::uint8_t nearest_f8e4m3(double value);
 

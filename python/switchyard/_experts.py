@@ -57,7 +57,8 @@ class Experts(Handle):
         Rows and columns of a block of w13 and w2, not transposed. None: 128 x 128 where a scale's
         shape says that it is of blocks.
     weight_format : {"mxfp4", "int4"}, optional
-        Of packed w13 and w2: see docs/four_bit.md. None: they are not packed, or float4_e2m1fn_x2.
+        The format of packed w13 and w2: see docs/four_bit.md. None: they are not packed, or
+        float4_e2m1fn_x2.
     w13_zero, w2_zero : array, uint8, optional
         Zero points of "int4", one in a byte, beside the scales and of their shape. None: 8.
     w13_bias, w2_bias : array [n, 2 I], [n, H]

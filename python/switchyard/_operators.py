@@ -138,8 +138,8 @@ class GroupedGemm(Reader):
     block : (int, int), optional
         Rows and columns of a block of w, not transposed. None: 128 x 128.
     weight_format : {"mxfp4", "int4"}, optional
-        Of a packed w: see docs/four_bit.md. None: it is not packed, or float4_e2m1fn_x2. There are no
-        zero points here: those of "int4" are 8.
+        The format of a packed w: see docs/four_bit.md. None: it is not packed, or
+        float4_e2m1fn_x2. There are no zero points here: those of "int4" are 8.
     compute : str or dtype, optional
         "bf16" or "f8_e4m3"; on a CPU also "f32", on a GPU also "f16". None: by the weights' type;
         for fp16 that is "f32" on a CPU and "f16" on a GPU. Other types of x and w are rounded to

@@ -6,6 +6,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "switchyard/tensor.h"
+
 // Forces inlining. This header is compiled for several instruction sets. The linker merges
 // out-of-line copies, and could keep one that the processor at hand cannot run.
 #define SWITCHYARD_ALWAYS_INLINE [[gnu::always_inline]] inline
@@ -90,16 +92,8 @@ SWITCHYARD_ALWAYS_INLINE std::uint8_t f32_to_f8e4m3(float value) {
   return static_cast<std::uint8_t>(sign | select(a > 0x7f800000u, 0x7fu, finite));
 }
 
-// OCP FP4 E2M1: no infinity, no NaN. Only the low four bits of `code` count.
-SWITCHYARD_ALWAYS_INLINE float f4e2m1_to_f32(std::uint8_t code) {
-  const std::uint32_t sign = static_cast<std::uint32_t>(code & 8u) << 28;
-  const std::uint32_t low = code & 7u;
-  const std::uint32_t normal = (low << 22) + (126u << 23);
-  const std::uint32_t subnormal = select(low == 0, 0u, std::bit_cast<std::uint32_t>(0.5f));
-  return std::bit_cast<float>(sign | select(low < 2, subnormal, normal));
-}
-
-// Rounds to nearest, halfway cases away from zero, saturating at +-6. A NaN becomes a zero.
+// OCP FP4 E2M1: no infinity, no NaN. Rounds to nearest, halfway cases away from zero, saturating at
+// +-6. A NaN becomes a zero.
 SWITCHYARD_ALWAYS_INLINE std::uint8_t f32_to_f4e2m1(float value) {
   const std::uint32_t bits = std::bit_cast<std::uint32_t>(value);
   const float a = std::bit_cast<float>(bits & 0x7fffffffu);
@@ -114,6 +108,20 @@ SWITCHYARD_ALWAYS_INLINE float f8e8m0_to_f32(std::uint8_t code) {
   const std::uint32_t bits =
       select(code == 0, 0x00400000u, select(code == 0xffu, 0x7fc00000u, normal));
   return std::bit_cast<float>(bits);
+}
+
+// Number `i` of scales of four-bit weights: f8_e8m0, bf16, f16 or f32.
+SWITCHYARD_ALWAYS_INLINE float scale_to_f32(const void* scales, DType dtype, std::int64_t i) {
+  switch (dtype) {
+    case DType::kF8E8M0:
+      return f8e8m0_to_f32(static_cast<const std::uint8_t*>(scales)[i]);
+    case DType::kBF16:
+      return bf16_to_f32(static_cast<const std::uint16_t*>(scales)[i]);
+    case DType::kF16:
+      return f16_to_f32(static_cast<const std::uint16_t*>(scales)[i]);
+    default:
+      return static_cast<const float*>(scales)[i];
+  }
 }
 
 SWITCHYARD_ALWAYS_INLINE void bf16_to_f32(const std::uint16_t* in, float* out, std::size_t n) {

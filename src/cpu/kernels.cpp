@@ -2,18 +2,6 @@
 
 namespace switchyard::cpu {
 
-namespace baseline {
-extern const Kernels table;
-}
-#if defined(__x86_64__)
-namespace avx2 {
-extern const Kernels table;
-}
-namespace avx512 {
-extern const Kernels table;
-}
-#endif
-
 const Kernels& kernels() {
   static const Kernels* const best = [] {
 #if defined(__x86_64__)

@@ -55,6 +55,19 @@ struct Kernels {
   float (*dot)(const void* a, DType a_dtype, const float* b, std::int64_t size);
 };
 
+// A set for each of the instruction sets.
+namespace baseline {
+extern const Kernels table;
+}
+#if defined(__x86_64__)
+namespace avx2 {
+extern const Kernels table;
+}
+namespace avx512 {
+extern const Kernels table;
+}
+#endif
+
 // The best set that this processor runs.
 const Kernels& kernels();
 

@@ -105,19 +105,6 @@ void dequantize(const std::uint8_t* in, const float* scales, std::int64_t scale_
   });
 }
 
-inline float scale_value(const void* scales, DType dtype, std::int64_t i) {
-  switch (dtype) {
-    case DType::kF8E8M0:
-      return f8e8m0_to_f32(static_cast<const std::uint8_t*>(scales)[i]);
-    case DType::kBF16:
-      return bf16_to_f32(static_cast<const std::uint16_t*>(scales)[i]);
-    case DType::kF16:
-      return f16_to_f32(static_cast<const std::uint16_t*>(scales)[i]);
-    default:
-      return static_cast<const float*>(scales)[i];
-  }
-}
-
 // A table of the numbers that the codes of a group stand for, and a look-up for each.
 void dequantize_four_bit(const MatrixView& matrix, const void* codes, const void* scales,
                          const std::uint8_t* zero, std::int64_t groups, void* out,
@@ -131,7 +118,7 @@ void dequantize_four_bit(const MatrixView& matrix, const void* codes, const void
   const auto* const in = static_cast<const std::uint8_t*>(codes);
   with_dtype(out_dtype, [&]<DType kOut>() {
     for (std::int64_t group = 0; group < groups; ++group) {
-      const float scale = scale_value(scales, matrix.scale_dtype, group);
+      const float scale = scale_to_f32(scales, matrix.scale_dtype, group);
       const float offset = is_float          ? 0.0f
                            : zero == nullptr ? 8.0f
                                              : static_cast<float>(zero[group]);

@@ -98,19 +98,6 @@ void check_four_bit(const std::string& name, const MatrixView& view) {
   }
 }
 
-float four_bit_scale(const MatrixView& view, std::int64_t at) {
-  switch (view.scale_dtype) {
-    case DType::kF8E8M0:
-      return f8e8m0_to_f32(static_cast<const std::uint8_t*>(view.scale)[at]);
-    case DType::kBF16:
-      return bf16_to_f32(static_cast<const std::uint16_t*>(view.scale)[at]);
-    case DType::kF16:
-      return f16_to_f32(static_cast<const std::uint16_t*>(view.scale)[at]);
-    default:
-      return view.f32_scale()[at];
-  }
-}
-
 }  // namespace
 
 std::string four_bit_form(const MatrixView& view) {
@@ -129,7 +116,7 @@ void check_four_bit_values(const std::string& name, const MatrixView& view) {
         return fmt::format("row {}, columns {} to {}", r, g * view.scale_cols,
                            (g + 1) * view.scale_cols - 1);
       };
-      if (std::isnan(four_bit_scale(view, at))) {
+      if (std::isnan(scale_to_f32(view.scale, view.scale_dtype, at))) {
         throw Error(ErrorCode::kInvalidArgument,
                     fmt::format("{}'s scale of {} is NaN ({}); the checkpoint is damaged, "
                                 "download it again",

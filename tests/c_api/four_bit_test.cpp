@@ -1,5 +1,5 @@
 // Four-bit weights of the C interface: where their scales and zero points are read, and refusals.
-// What layers compute with them is tested in C++ and Python.
+// Tests in C++ and Python compare what layers compute with them.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 

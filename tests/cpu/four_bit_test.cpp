@@ -37,12 +37,6 @@ LayerSpec small(int experts = 6, int top_k = 2) {
   return whole_groups({.num_experts = experts, .top_k = top_k});
 }
 
-void for_each_four_bit_matrix(MoeWeights& weights, const std::function<void(MatrixView&)>& visit) {
-  for_each_matrix(weights, [&](MatrixView& m) {
-    if (is_four_bit(m.dtype)) visit(m);
-  });
-}
-
 class EveryModelInFourBits : public ::testing::TestWithParam<std::tuple<ModelEntry, DType>> {
  protected:
   LayerSpec spec_ = whole_groups(small_spec(std::get<0>(GetParam())));

@@ -13,17 +13,6 @@
 #include "reference/decode.h"
 
 namespace switchyard::cpu {
-namespace baseline {
-extern const Kernels table;
-}
-#if defined(__x86_64__)
-namespace avx2 {
-extern const Kernels table;
-}
-#endif
-}  // namespace switchyard::cpu
-
-namespace switchyard::cpu {
 namespace {
 
 TEST(Kernels, EveryFp8CodeWithBlockScales) {

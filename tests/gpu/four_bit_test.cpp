@@ -97,12 +97,6 @@ TEST_F(GpuFourBits, EverySkewTileHeightAndSize) {
   }
 }
 
-void for_each_four_bit_matrix(MoeWeights& weights, const std::function<void(MatrixView&)>& visit) {
-  for_each_matrix(weights, [&](MatrixView& m) {
-    if (is_four_bit(m.dtype)) visit(m);
-  });
-}
-
 TEST_F(GpuFourBits, ScalesOfEveryKind) {
   const LayerSpec spec = routed({.num_experts = 6, .top_k = 2});
   for (const int octaves : {1, 7, 20, 100}) {

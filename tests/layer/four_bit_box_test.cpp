@@ -7,6 +7,7 @@
 
 #include "base/convert.h"
 #include "gpu/tile/four_bit.h"
+#include "reference/decode.h"
 
 namespace switchyard::gpu {
 namespace {
@@ -15,7 +16,7 @@ std::uint32_t half_of(std::uint32_t pair, std::uint32_t half) {
   return pair >> (16 * half) & 0xffff;
 }
 
-// As a kernel: the fragment, times a scale that is a pair of bf16 numbers.
+// Decodes as a kernel does: the fragment, times a scale that is a pair of bf16 numbers.
 float value_of(std::uint32_t word, std::uint32_t i, std::uint32_t scale) {
   const std::uint32_t pair = fragment<DType::kF4E2M1>(word, i / 2);
   const auto code = static_cast<std::uint16_t>(half_of(pair, i % 2));
@@ -33,8 +34,9 @@ TEST(FourBitBox, EveryCodeInEveryPlaceAndScale) {
           int4 |= place_code<DType::kU4>(j == i ? code : others, j);
         }
         for (std::uint32_t scale = 0; scale <= kMostMxScale; ++scale) {
-          ASSERT_EQ(value_of(mxfp4, i, scale), f4e2m1_to_f32(static_cast<std::uint8_t>(code)) *
-                                                   f8e8m0_to_f32(static_cast<std::uint8_t>(scale)))
+          ASSERT_EQ(value_of(mxfp4, i, scale),
+                    reference::f4e2m1_to_double(static_cast<std::uint8_t>(code)) *
+                        f8e8m0_to_f32(static_cast<std::uint8_t>(scale)))
               << "place " << i << " code " << code << " scale " << scale;
         }
         const std::uint32_t pair = fragment<DType::kU4>(int4, i / 2);
@@ -103,9 +105,8 @@ TEST(FourBitBox, WordsOfCodes) {
       const FragmentPlace place = fragment_place(lane, step);
       const std::uint32_t word = box_word<DType::kF4E2M1>(lane, step, code_at);
       for (std::uint32_t i = 0; i < 8; ++i) {
-        EXPECT_EQ(
-            value_of(word, i, 127),
-            f4e2m1_to_f32(static_cast<std::uint8_t>(code_at(place.row_of(i), place.column_of(i)))));
+        EXPECT_EQ(value_of(word, i, 127), reference::f4e2m1_to_double(static_cast<std::uint8_t>(
+                                              code_at(place.row_of(i), place.column_of(i)))));
       }
     }
   }

@@ -108,6 +108,13 @@ inline void for_each_matrix(MoeWeights& weights, const std::function<void(Matrix
   all_of(weights.shared);
 }
 
+inline void for_each_four_bit_matrix(MoeWeights& weights,
+                                     const std::function<void(MatrixView&)>& visit) {
+  for_each_matrix(weights, [&](MatrixView& m) {
+    if (is_four_bit(m.dtype)) visit(m);
+  });
+}
+
 // Other scales for the same codes: one per scale_rows x scale_cols (0: all), each the mean of those
 // of the matrix times 2^e with e drawn from [-spread, spread].
 class Rescaled {
