@@ -13,6 +13,7 @@ from typing import Any
 
 from ._activation import Activation
 from ._experts import Experts, workspace_for
+from ._four_bit import WeightFormat
 from ._options import BadIds, Diagnostics, Memory, Numerics, Placement
 from ._weights import Order
 from ._workspace import Workspace
@@ -22,7 +23,10 @@ from .errors import InvalidArgument, Unsupported
 # but it takes no more than 32 on machines with NVLink unless it is told to.
 _NCCL_CTAS = 32
 
-WEIGHTS = "Switchyard takes bf16, fp16 and fp32 weights, and FP8 in blocks of 128 x 128"
+WEIGHTS = (
+    "Switchyard takes bf16, fp16 and fp32 weights, FP8 in blocks of 128 x 128, MXFP4 as gpt-oss and "
+    "DeepSeek-V4 have it"
+)
 NO_EPLB = (
     "{} moves experts between ranks without a word to the layer, which on GPUs keeps scales and biases in "
     "a layout of its own: they would be those of other experts. It works with bf16 experts without biases"
@@ -211,6 +215,7 @@ class Binding:
         top_k: int,
         max_tokens: int,
         weight_on_input: bool = False,
+        weight_format: WeightFormat | None = None,
         refresh_in_graphs: bool = False,
         log: logging.Logger | None = None,
     ) -> None:
@@ -221,6 +226,8 @@ class Binding:
         self.top_k = top_k
         self.max_tokens = options.max_tokens or max_tokens
         self.weight_on_input = weight_on_input
+        # Of packed weights. A plugin may learn it after it made the binding, before weights are loaded.
+        self.weight_format = weight_format
         wanted = options.refresh_in_graphs
         self.refresh_in_graphs = refresh_in_graphs if wanted is None else wanted
         self.experts: Experts | None = None
@@ -296,6 +303,7 @@ class Binding:
         form = (
             w2.device,
             w2.dtype,
+            self.weight_format,
             tuple(w2.shape),
             self.top_k,
             self.max_tokens,
@@ -309,6 +317,7 @@ class Binding:
             max_tokens=self.max_tokens,
             activation=self.activation,
             order=self.order,
+            weight_format=self.weight_format,
             numerics=Numerics(weight_on_input=self.weight_on_input, bad_ids=self.options.bad_ids),
             placement=Placement(reserved_sms=self.options.reserved_sms, num_threads=self.options.num_threads),
             diagnostics=Diagnostics(deadline=self.options.deadline),

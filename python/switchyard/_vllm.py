@@ -23,6 +23,7 @@ from vllm.model_executor.layers.quantization import fp8
 from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8Dynamic128Sym, kFp8Static128BlockSym
 from vllm.platforms import current_platform
 
+from . import _vllm_four_bit as four_bit
 from ._library import has_cuda
 from ._serving import NO_EPLB, WEIGHTS, Binding, Options, local_ids, other_signature, taken_types
 from ._vllm_setup import activation_of, capacity, log, options_of, refuse
@@ -39,15 +40,18 @@ _SIGNATURES = {
 }
 # Where methods whose weights can be used as they are choose a kernel, and the choice whose layout of weights
 # is that of the checkpoint.
-_SELECTORS = {
-    unquantized: ("select_unquantized_moe_backend", UnquantizedMoeBackend.TRITON),
-    fp8: ("select_fp8_moe_backend", Fp8MoeBackend.TRITON),
-}
+_SELECTORS = [
+    (unquantized, "select_unquantized_moe_backend", UnquantizedMoeBackend.TRITON),
+    (fp8, "select_fp8_moe_backend", Fp8MoeBackend.TRITON),
+    *four_bit.SELECTORS,
+]
 _FP8_SCHEME = (kFp8Static128BlockSym, kFp8Dynamic128Sym)
-# Scales and biases, which not every layer has: Switchyard's name of each, and vLLM's.
+# Scales and biases, which not every layer has: vLLM's name of each, and Switchyard's.
 _SMALL = {
-    "w13_scale": "w13_weight_scale_inv",
-    "w2_scale": "w2_weight_scale_inv",
+    "w13_weight_scale_inv": "w13_scale",  # of FP8
+    "w2_weight_scale_inv": "w2_scale",
+    "w13_weight_scale": "w13_scale",  # of four bits
+    "w2_weight_scale": "w2_scale",
     "w13_bias": "w13_bias",
     "w2_bias": "w2_bias",
 }
@@ -75,7 +79,8 @@ class SwitchyardExperts(modular_kernel.FusedMoEExpertsModular):
 
     @staticmethod
     def _supports_quant_scheme(weight_key: Any, activation_key: Any) -> bool:
-        return (weight_key, activation_key) in ((None, None), _FP8_SCHEME)
+        schemes = ((None, None), _FP8_SCHEME, *four_bit.SCHEMES.values())
+        return (weight_key, activation_key) in schemes
 
     @staticmethod
     def _supports_activation(activation: Any) -> bool:
@@ -145,19 +150,25 @@ class SwitchyardRoutedExperts(RoutedExperts):
             self.binding = self._binding(options, config, moe_config)
             moe_config.switchyard_layer = lambda: self
             method = super()._get_quant_method(prefix, quant_config, moe_config)
-            self._refuse_method(method, moe_config)
+            self._refuse_method(method, moe_config, quant_config)
         except Error as error:
             raise type(error)(f"{prefix}: {error}") from error
         process = method.process_weights_after_loading
+        self.binding.weight_format = four_bit.format_of(method)
+        if self.binding.weight_format:
+            process = functools.partial(four_bit.processed, method, experts=SwitchyardExperts)
 
         def process_weights_after_loading(layer: Any) -> None:
             process(layer)
             self.present = {
-                ours: theirs for ours, theirs in _SMALL.items() if getattr(self, theirs, None) is not None
+                ours: theirs for theirs, ours in _SMALL.items() if getattr(self, theirs, None) is not None
             }
             # Now, so that vLLM counts the memory, errors come before the first request, and graphs that
             # were captured before read what is new.
-            self.binding.weights_loaded(self.w13_weight, self.w2_weight, **self.small())
+            try:
+                self.binding.weights_loaded(self.w13_weight, self.w2_weight, **self.small())
+            except Error as error:
+                raise type(error)(f"{prefix}: {error}") from error
 
         method.process_weights_after_loading = process_weights_after_loading
         return method
@@ -184,26 +195,28 @@ class SwitchyardRoutedExperts(RoutedExperts):
             log=log,
         )
 
-    def _refuse_method(self, method: Any, moe_config: Any) -> None:
-        quantised = isinstance(method, fp8.Fp8MoEMethod)
+    def _refuse_method(self, method: Any, moe_config: Any, quant_config: Any) -> None:
+        quantised, form = isinstance(method, fp8.Fp8MoEMethod), four_bit.format_of(method)
+        known = quantised or form or isinstance(method, unquantized.UnquantizedFusedMoEMethod)
         blocks = getattr(method, "moe_block_shape", None) or getattr(method, "weight_block_size", None)
-        if getattr(method, "experts_cls", None) is not SwitchyardExperts or (
+        if not known or getattr(method, "experts_cls", None) is not SwitchyardExperts or (
             quantised and (list(blocks or ()) != [128, 128] or getattr(method, "weight_scale_refine", None))
         ):
             raise Unsupported(
                 f"the experts are quantised by {type(method).__name__}"
                 + (f" in blocks of {blocks}" if quantised else "")
-                + f"; {WEIGHTS}"
+                + f"; {WEIGHTS}, and compressed-tensors' INT4 in groups of 32 or 128"
             )
+        four_bit.refuse(method, moe_config, quant_config)
         supported, reason = SwitchyardExperts.is_supported_config(
             SwitchyardExperts,
             moe_config,
-            *(_FP8_SCHEME if quantised else (None, None)),
+            *(_FP8_SCHEME if quantised else four_bit.SCHEMES.get(form, (None, None))),
             modular_kernel.FusedMoEActivationFormat.Standard,
         )
         if not supported:
             raise Unsupported(f"Switchyard cannot run this layer: {reason}")
-        if moe_config.moe_parallel_config.enable_eplb and (moe_config.has_bias or quantised):
+        if moe_config.moe_parallel_config.enable_eplb and (moe_config.has_bias or quantised or form):
             raise Unsupported(NO_EPLB.format("--enable-eplb"))
 
     def small(self) -> dict[str, Any]:
@@ -226,14 +239,29 @@ class SwitchyardRoutedExperts(RoutedExperts):
         return done
 
 
+def replacements() -> dict[str, type]:
+    """vLLM's classes of a layer's experts that are replaced, by their names."""
+    found: dict[str, type] = {"RoutedExperts": SwitchyardRoutedExperts}
+    # From 0.29 on, gpt-oss has one of its own, with a loader of its own.
+    try:
+        from vllm.model_executor.models.gpt_oss import GptOssRoutedExperts as theirs
+    except ImportError:
+        return found
+    name = "SwitchyardGptOssRoutedExperts"
+    ours = type(name, (SwitchyardRoutedExperts, theirs), {"__module__": __name__})
+    return found | {theirs.__name__: ours}
+
+
 def selecting(original: Callable[..., Any], backend: Any) -> Callable[..., Any]:
     """vLLM's choice of a kernel, but Switchyard's experts for layers that are Switchyard's."""
 
     @functools.wraps(original)
     def select(*arguments: Any, **named: Any) -> Any:
-        config = inspect.signature(original).bind(*arguments, **named).arguments
-        config = config.get("moe_config", config.get("config"))
+        given = inspect.signature(original).bind(*arguments, **named).arguments
+        config = given.get("moe_config", given.get("config"))
         if hasattr(config, "switchyard_layer"):
+            if hasattr(given.get("quant_config"), "num_bits"):
+                four_bit.refuse_int4(given["quant_config"])
             return backend, SwitchyardExperts
         return original(*arguments, **named)
 
@@ -244,7 +272,7 @@ def missing() -> str | None:
     """What this vLLM has otherwise than the plugin expects; None: nothing."""
     if other := other_signature(_SIGNATURES):
         return other
-    for module, (name, _) in _SELECTORS.items():
+    for module, name, _ in _SELECTORS:
         if not {"moe_config", "config"} & set(inspect.signature(getattr(module, name)).parameters):
             return f"{module.__name__}.{name}() takes no configuration"
     if new := ", ".join(sorted(SwitchyardExperts.__abstractmethods__)):
@@ -254,12 +282,14 @@ def missing() -> str | None:
 
 def install() -> str | None:
     """Let vLLM make Switchyard's layers in the place of its own; what is in the way, if something is."""
-    taken = op_registry_oot.get("RoutedExperts")
-    if taken is SwitchyardRoutedExperts:
+    if op_registry_oot.get("RoutedExperts") is SwitchyardRoutedExperts:
         return None
-    if taken is not None:
-        return f"another plugin, {taken.__module__}.{taken.__qualname__}, has replaced RoutedExperts"
-    PluggableLayer.register_oot(SwitchyardRoutedExperts, name="RoutedExperts")
-    for module, (name, backend) in _SELECTORS.items():
+    ours = replacements()
+    for name in ours:
+        if taken := op_registry_oot.get(name):
+            return f"another plugin, {taken.__module__}.{taken.__qualname__}, has replaced {name}"
+    for name, layer in ours.items():
+        PluggableLayer.register_oot(layer, name=name)
+    for module, name, backend in _SELECTORS:
         setattr(module, name, selecting(getattr(module, name), backend))
     return None

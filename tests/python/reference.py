@@ -1,6 +1,8 @@
-"""Experts in plain torch, fp64 unless told otherwise."""
+"""Experts in plain torch, fp64 unless told otherwise, and weights of four bits with what they stand for."""
 
 import torch
+
+FP4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=torch.float64)
 
 
 def activate(activation, gate, up):
@@ -65,3 +67,37 @@ def fill_with_fp8(module):
         wide = scale.repeat_interleave(128, 1).repeat_interleave(128, 2)
         exact.append(weight.data.float() * wide[:, : weight.shape[1], : weight.shape[2]])
     return exact
+
+
+def four_bit_values(form, packed, scale, zero=None):
+    """What bytes [..., cols / 2] with scales [..., cols / group] stand for, in fp64."""
+    codes = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
+    group = codes.shape[-1] // scale.shape[-1]
+    if form == "mxfp4":
+        numbers, factors = FP4[codes.long()], 2.0 ** (scale.double() - 127)
+    else:
+        middle = 8.0 if zero is None else zero.double().repeat_interleave(group, -1)
+        numbers, factors = codes.double() - middle, scale.double()
+    return numbers * factors.repeat_interleave(group, -1)
+
+
+class Packed:
+    """Random weights [E, rows, cols]: bytes, scales, and the numbers that they stand for."""
+
+    def __init__(self, form, rows, cols, group=32, scale_dtype=torch.bfloat16, zero=False, count=5):
+        self.form = form
+        self.bytes = torch.randint(0, 256, (count, rows, cols // 2), dtype=torch.uint8)
+        shape = (count, rows, cols // group)
+        self.zero = torch.randint(0, 16, shape, dtype=torch.uint8) if zero else None
+        if form == "mxfp4":
+            self.scale = torch.randint(113, 125, shape, dtype=torch.uint8)  # a row spans 12 octaves
+        else:
+            self.scale = ((torch.rand(shape) + 0.5) / 60).to(scale_dtype)
+        self.exact = four_bit_values(form, self.bytes, self.scale, self.zero)
+
+
+def as_words(packed):
+    """compressed-tensors' pack_to_int32: number i of a word at bits 4 i."""
+    codes = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2).to(torch.int64)
+    words = (codes.unflatten(-1, (-1, 8)) << 4 * torch.arange(8)).sum(-1)
+    return words.to(torch.int32)

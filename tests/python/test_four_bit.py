@@ -8,41 +8,12 @@ import torch
 
 import switchyard
 from conftest import run_ranks
-from reference import error, experts, routing
+from reference import FP4, Packed, as_words, error, experts, routing
 from switchyard import Activation, Experts, GroupedGemm, Numerics, Placement
 
-E, I, H, K, T = 5, 64, 288, 2, 19
+E, I, H, K, T = 5, 64, 288, 2, 19  # E is what Packed has
 F32_ERROR = 1e-5  # the order of sums
-FP4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=torch.float64)
 GPT_OSS = Activation("silu", alpha=1.702, limit=7.0, up_bias=1.0)
-
-
-class Packed:
-    """Random weights [E, rows, cols]: bytes, scales, and the numbers that they stand for."""
-
-    def __init__(self, form, rows, cols, group=32, scale_dtype=torch.bfloat16, zero=False, count=E):
-        self.form = form
-        codes = torch.randint(0, 16, (count, rows, cols), dtype=torch.uint8)
-        self.bytes = codes[..., 0::2] | codes[..., 1::2] << 4
-        shape = (count, rows, cols // group)
-        self.zero = torch.randint(0, 16, shape, dtype=torch.uint8) if zero else None
-        if form == "mxfp4":
-            # A row spans 12 octaves.
-            exponents = torch.randint(113, 125, shape, dtype=torch.uint8)
-            self.scale = exponents
-            numbers, scale = FP4[codes.long()], 2.0 ** (exponents.double() - 127)
-        else:
-            self.scale = ((torch.rand(shape) + 0.5) / 60).to(scale_dtype)
-            middle = 8.0 if self.zero is None else self.zero.double().repeat_interleave(group, 2)
-            numbers, scale = codes.double() - middle, self.scale.double()
-        self.exact = numbers * scale.repeat_interleave(group, 2)
-
-
-def as_words(packed):
-    """compressed-tensors' pack_to_int32: number i of a word at bits 4 i."""
-    codes = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2).to(torch.int64)
-    words = (codes.unflatten(-1, (-1, 8)) << 4 * torch.arange(8)).sum(-1)
-    return words.to(torch.int32)
 
 
 def as_blocks(packed):

@@ -14,6 +14,7 @@ MODULES = sorted(path.stem for path in PACKAGE.glob("*.py") if path.stem != "__i
 # What some modules are built on, without which they cannot be imported.
 NEEDS = {
     "_vllm": "vllm",
+    "_vllm_four_bit": "vllm",
     "_sglang_runner": "sglang",
     **dict.fromkeys(("_hf", "_hf_block", "_layer", "_probe", "_torch", "_watch"), "torch"),
 }

@@ -3,9 +3,8 @@ where vLLM can be imported, of 0.26 to 0.33. No GPU is used, and vLLM's own kern
 Switchyard computes is compared with fp64, with the activation by vLLM where it has one in torch."""
 
 import gc
-import importlib.util
+import importlib
 import re
-import tempfile
 from types import SimpleNamespace
 
 import pytest
@@ -18,7 +17,7 @@ from conftest import ROOT, installed, python
 from reference import error, experts, fill_with_fp8, routing
 from switchyard import Activation, InvalidArgument, Unsupported
 from switchyard._serving import Binding, Options, local_ids, nccl_ctas, refuse_too_few_sms
-from vllm_ranks import factory, on_cpus
+from vllm_ranks import one_rank
 
 E, H, I, K, T = 8, 256, 128, 2, 17
 BF16_ERROR = 1e-2
@@ -258,38 +257,7 @@ def test_layers_of_one_form_share_memory(monkeypatch):
 
 @pytest.fixture(scope="module")
 def vllm():
-    """vLLM with the plugin, one process, on its platform for CPUs."""
-    if importlib.util.find_spec("vllm") is None:
-        pytest.skip("vLLM is not installed: see docs/frameworks/vllm.md for how these tests were run")
-    on_cpus()
-    plugin.register()
-    plugin.register()  # vLLM may call it again
-    from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
-    from vllm.distributed import init_distributed_environment, initialize_model_parallel
-
-    with set_current_vllm_config(VllmConfig(device_config=DeviceConfig("cpu"))):
-        rendezvous = "file://" + tempfile.mktemp()
-        init_distributed_environment(1, 0, rendezvous, 0, "gloo")
-        initialize_model_parallel()
-
-    def make(options={}, change=None, **arguments):
-        """A layer as a model of vLLM makes it."""
-        additional = {} if options is None else {"switchyard": options}
-        config = VllmConfig(additional_config=additional, device_config=DeviceConfig("cpu"))
-        if change:
-            change(config)
-        given = {
-            "num_experts": E,
-            "top_k": K,
-            "hidden_size": H,
-            "intermediate_size": I,
-            "params_dtype": torch.bfloat16,
-            "prefix": "model.layers.0.mlp.experts",
-        }
-        with set_current_vllm_config(config):
-            return factory()(**given | arguments).routed_experts
-
-    return make
+    return one_rank()
 
 
 def load(layer):
@@ -606,6 +574,6 @@ def test_vllm_finds_the_entry_point(vllm, tmp_path):
     python("-c", script, path=[tmp_path])
 
 
-@pytest.mark.parametrize("ranks,split", [(1, "tensor"), (2, "tensor"), (2, "expert")])
-def test_vllms_runner_on_ranks(vllm, ranks, split):
-    assert "agrees" in python(ROOT / "tests/python/vllm_ranks.py", ranks, split).stdout
+@pytest.mark.parametrize("words", ["1 tensor", "2 tensor", "2 expert", "2 tensor mxfp4", "2 expert mxfp4"])
+def test_vllms_runner_on_ranks(vllm, words):
+    assert "agrees" in python(ROOT / "tests/python/vllm_ranks.py", *words.split()).stdout

@@ -1,8 +1,11 @@
-"""vLLM's MoERunner on several ranks over gloo, with its own loader of weights: for test_vllm.py.
+"""vLLM's layer of experts, made as a model makes it: in this process, for test_vllm.py and
+test_vllm_four_bit.py, and as its MoERunner on several ranks over gloo, with its own loader of weights.
 
-    vllm_ranks.py RANKS tensor|expert
+    vllm_ranks.py RANKS tensor|expert [mxfp4]
 """
 
+import functools
+import importlib.util
 import os
 import pathlib
 import sys
@@ -13,9 +16,9 @@ import torch.multiprocessing
 
 import switchyard
 import switchyard.vllm
-from reference import error, experts
+from reference import Packed, error, experts
 
-E, H, I, T = 8, 256, 128, 9
+E, H, I, T, K = 8, 256, 128, 9, 2
 
 
 def on_cpus():
@@ -40,12 +43,87 @@ def factory():
     return getattr(layer, "FusedMoEFactory", None) or layer.FusedMoE  # the name of before 0.33
 
 
+@functools.cache
+def one_rank():
+    """vLLM with the plugin, one process, on its platform for CPUs: a function that makes a layer.
+
+    Once for all tests of a process: vLLM's groups cannot be made twice. Skips where vLLM is not installed.
+    """
+    import pytest
+
+    if importlib.util.find_spec("vllm") is None:
+        pytest.skip("vLLM is not installed: see docs/frameworks/vllm.md for how these tests were run")
+    on_cpus()
+    switchyard.vllm.register()
+    switchyard.vllm.register()  # vLLM may call it again
+    from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
+    from vllm.distributed import init_distributed_environment, initialize_model_parallel
+
+    with set_current_vllm_config(VllmConfig(device_config=DeviceConfig("cpu"))):
+        rendezvous = "file://" + tempfile.mktemp()
+        init_distributed_environment(1, 0, rendezvous, 0, "gloo")
+        initialize_model_parallel()
+
+    def make(options={}, change=None, **arguments):
+        """A layer as a model of vLLM makes it."""
+        additional = {} if options is None else {"switchyard": options}
+        config = VllmConfig(additional_config=additional, device_config=DeviceConfig("cpu"))
+        if change:
+            change(config)
+        given = {
+            "num_experts": E,
+            "top_k": K,
+            "hidden_size": H,
+            "intermediate_size": I,
+            "params_dtype": torch.bfloat16,
+            "prefix": "model.layers.0.mlp.experts",
+        }
+        with set_current_vllm_config(config):
+            return factory()(**given | arguments).routed_experts
+
+    return make
+
+
 def chosen(hidden_states, gating_output, topk, renormalize):
     weights, ids = gating_output.softmax(-1).topk(topk)
     return weights / weights.sum(-1, keepdim=True), ids.int()
 
 
-def rank_body(rank, ranks, rendezvous, expert_parallel):
+def deepseek_v4_config():
+    from vllm.models.deepseek_v4.quant_config import DeepseekV4FP8Config
+
+    return DeepseekV4FP8Config(
+        is_checkpoint_fp8_serialized=True, activation_scheme="dynamic", weight_block_size=[128, 128]
+    )
+
+
+def load_experts(layer, matrices):
+    """Each expert's gate, up and down, [E, rows, columns] by the parameter's suffix, as a checkpoint has them."""
+    for suffix, (gate, up, down) in matrices.items():
+        for shard, name, tensor in (("w1", "w13", gate), ("w3", "w13", up), ("w2", "w2", down)):
+            parameter = getattr(layer, f"{name}_{suffix}")
+            for e in range(tensor.shape[0]):
+                parameter.weight_loader(parameter, tensor[e], f"{name}_{suffix}", shard_id=shard, expert_id=e)
+
+
+def in_bf16():
+    """Random weights, by the names that a checkpoint has, and the numbers."""
+    gate, up = torch.randn(2, E, I, H).bfloat16() / 8
+    matrices = gate, up, torch.randn(E, H, I).bfloat16() / 8
+    return {"weight": matrices}, matrices
+
+
+def in_mxfp4():
+    packed = [Packed("mxfp4", rows, columns, count=E) for rows, columns in ((I, H), (I, H), (H, I))]
+    # DeepSeek-V4's checkpoints have int8 and float8_e8m0fnu; vLLM's model hands on scales as bytes.
+    stored = {
+        "weight": [matrix.bytes.view(torch.int8) for matrix in packed],
+        "weight_scale": [matrix.scale for matrix in packed],
+    }
+    return stored, [matrix.exact for matrix in packed]
+
+
+def rank_body(rank, ranks, rendezvous, expert_parallel, mxfp4):
     on_cpus()
     switchyard.vllm.register()
     from vllm.config import DeviceConfig, ParallelConfig, VllmConfig, set_current_vllm_config
@@ -70,21 +148,19 @@ def rank_body(rank, ranks, rendezvous, expert_parallel):
             hidden_size=H,
             intermediate_size=I,
             params_dtype=torch.bfloat16,
+            quant_config=deepseek_v4_config() if mxfp4 else None,
             prefix="experts",
             custom_routing_function=chosen,  # vLLM's own is a CUDA kernel in some releases
         )
     layer = runner.routed_experts
     assert layer.quant_method.experts_cls.__module__ == "switchyard._vllm"
     own = E // ranks if expert_parallel else E
-    assert layer.w13_weight.shape == (own, 2 * I // (1 if expert_parallel else ranks), H)
+    columns = H // 2 if mxfp4 else H
+    assert layer.w13_weight.shape == (own, 2 * I // (1 if expert_parallel else ranks), columns)
 
     torch.manual_seed(0)
-    gate, up = torch.randn(2, E, I, H).bfloat16() / 8
-    down = torch.randn(E, H, I).bfloat16() / 8
-    for e in range(E):
-        for shard, name, weight in (("w1", "w13", gate), ("w3", "w13", up), ("w2", "w2", down)):
-            parameter = getattr(layer, f"{name}_weight")
-            layer.weight_loader(parameter, weight[e], f"{name}_weight", shard_id=shard, expert_id=e)
+    stored, (gate, up, down) = in_mxfp4() if mxfp4 else in_bf16()
+    load_experts(layer, stored)
     layer.quant_method.process_weights_after_loading(layer)
 
     x, logits = torch.randn(T, H).bfloat16(), torch.randn(T, E)
@@ -97,10 +173,10 @@ def rank_body(rank, ranks, rendezvous, expert_parallel):
 
 
 def main():
-    ranks, split = int(sys.argv[1]), sys.argv[2]
+    ranks, split, mxfp4 = int(sys.argv[1]), sys.argv[2], "mxfp4" in sys.argv
     with tempfile.TemporaryDirectory() as directory:
         rendezvous = f"file://{pathlib.Path(directory) / 'rendezvous'}"
-        torch.multiprocessing.spawn(rank_body, (ranks, rendezvous, split == "expert"), nprocs=ranks)
+        torch.multiprocessing.spawn(rank_body, (ranks, rendezvous, split == "expert", mxfp4), nprocs=ranks)
     print("agrees")
 
 
