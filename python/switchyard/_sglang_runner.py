@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import torch
 from sglang.srt import runtime_context
 from sglang.srt.layers.moe import utils as moe_utils
 from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
@@ -17,22 +18,29 @@ from sglang.srt.layers.moe.moe_runner import MoeRunner
 from sglang.srt.layers.moe.moe_runner.triton import TritonMoeQuantInfo
 from sglang.srt.layers.moe.token_dispatcher.standard import StandardCombineInput
 from sglang.srt.layers.quantization.fp8 import Fp8MoEMethod
+from sglang.srt.layers.quantization.mxfp4 import Mxfp4MoEMethod
 from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod
 from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang.srt.server_args import add_moe_runner_backend_choices
 
+from ._four_bit import WeightFormat
 from ._serving import NO_EPLB, WEIGHTS, Binding, other_signature, refresh_all, taken_types
 from ._sglang_setup import Deployment, activation_of, capacity, log, options_of, refuse
 from .errors import Unsupported
 
 NAME = "switchyard"
-_METHODS = (UnquantizedFusedMoEMethod, Fp8MoEMethod)
+_METHODS = (UnquantizedFusedMoEMethod, Fp8MoEMethod, Mxfp4MoEMethod)
+# Columns of MXFP4 that share a scale.
+_GROUP = 32
 _SIGNATURES = {
     MoeRunner.run: "self dispatch_output quant_info lora_info",
     **{method.create_moe_runner: "self layer moe_runner_config" for method in _METHODS},
-    **{method.get_triton_quant_info: "self layer" for method in _METHODS},
+    **{method.get_triton_quant_info: "self layer" for method in _METHODS[:2]},
     Fp8MoEMethod.apply: "self layer dispatch_output",
+    Mxfp4MoEMethod.apply: "self layer dispatch_output",
+    Mxfp4MoEMethod.process_weights_after_loading: "self layer",
+    Fp8MoEMethod.process_weights_after_loading: "self layer",
 }
 
 
@@ -121,7 +129,7 @@ class SwitchyardRunner(MoeRunner):
     class, because it takes the weights in the form in which Triton's takes them.
     """
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: Any, weight_format: WeightFormat | None = None) -> None:
         options = options_of()
         refuse(options, deployment(config))
         activation, order = activation_of(config)
@@ -136,6 +144,7 @@ class SwitchyardRunner(MoeRunner):
                 setting("chunked_prefill_size"), setting("max_prefill_tokens"), group_size("attn_dp_size")
             ),
             weight_on_input=config.apply_router_weight_on_input,
+            weight_format=weight_format,
             log=log,
         )
 
@@ -166,31 +175,110 @@ def runner_of(method: Any) -> SwitchyardRunner | None:
     return runner if isinstance(runner, SwitchyardRunner) else None
 
 
+def weight_format(method: Any) -> WeightFormat | None:
+    """"mxfp4" for gpt-oss' experts and for DeepSeek-V4's, which are a case of FP8 to SGLang."""
+    if isinstance(method, Mxfp4MoEMethod):
+        return "mxfp4"
+    return "mxfp4" if isinstance(method, Fp8MoEMethod) and method.is_fp4_expert else None
+
+
+def quant_info(method: Any, layer: Any) -> TritonMoeQuantInfo:
+    """A layer's tensors, under the names that SGLang's Triton runner has for them."""
+    if not isinstance(method, Mxfp4MoEMethod):
+        return method.get_triton_quant_info(layer)
+    # Without biases in the model they may be there all the same, and are zero then.
+    biases = (layer.w13_weight_bias, layer.w2_weight_bias) if method.with_bias else (None, None)
+    return TritonMoeQuantInfo(
+        w13_weight=layer.w13_weight,
+        w2_weight=layer.w2_weight,
+        b13=biases[0],
+        b2=biases[1],
+        w13_scale=layer.w13_weight_scale,
+        w2_scale=layer.w2_weight_scale,
+    )
+
+
+def weights_created(result: Any, method: Any, layer: Any, *more: Any, **named: Any) -> Any:
+    """After Fp8MoEMethod.create_weights(): scales of MXFP4 in a byte, as checkpoints have them.
+
+    SGLang would make them fp32, of four times the size.
+    """
+    if asked_for() and method.is_fp4_expert:
+        for scale in (layer.w13_weight_scale_inv, layer.w2_weight_scale_inv):
+            scale.data = torch.ones(scale.shape, device=scale.device).to(torch.float8_e8m0fnu)
+    return result
+
+
+def create_mxfp4(
+    original: Any,
+    method: Any,
+    layer: Any,
+    num_experts: int,
+    hidden_size: int,
+    intermediate_size_per_partition: int,
+    *more: Any,
+    **named: Any,
+) -> Any:
+    """Around Mxfp4MoEMethod.create_weights(), which pads as its own kernels need it.
+
+    gpt-oss' loader gives each rank whole groups of columns, the last one less. So a rank's share is
+    rounded up to whole groups. What the loader leaves is zero.
+    """
+    if asked_for():
+        intermediate_size_per_partition += -intermediate_size_per_partition % _GROUP
+    return original(
+        method, layer, num_experts, hidden_size, intermediate_size_per_partition, *more, **named
+    )
+
+
 def runner_made(result: Any, method: Any, layer: Any, moe_runner_config: Any) -> Any:
     """After create_moe_runner(), which knows no names but SGLang's own."""
     if not asked_for():
         return result
-    fp8 = isinstance(method, Fp8MoEMethod)
+    fp8, form = isinstance(method, Fp8MoEMethod), weight_format(method)
     if fp8:
-        block = list(method.quant_config.weight_block_size or ())
-        if method.use_mxfp8 or method.is_fp4_expert or not method.block_quant or block != [128, 128]:
-            raise Unsupported(
-                f"the experts are quantised by {type(method).__name__} with weight_block_size {block}, "
-                f"mxfp8 {method.use_mxfp8}, fp4 {method.is_fp4_expert}; {WEIGHTS}"
-            )
+        refuse_fp8(method)
         method._owns_moe_runner = True  # newer releases use no runner of an Fp8MoEMethod without it
-    if setting("enable_eplb") and (fp8 or method.with_bias):
+    if setting("enable_eplb") and (fp8 or form or method.with_bias):
         raise Unsupported(NO_EPLB.format("--enable-eplb"))
-    method.runner = SwitchyardRunner(moe_runner_config)
+    method.runner = SwitchyardRunner(moe_runner_config, form)
     return result
 
 
-def apply_fp8(original: Any, method: Any, layer: Any, dispatch_output: Any) -> Any:
-    """Around Fp8MoEMethod.apply(), which chooses what it hands to the runner by SGLang's own names."""
+def runner_of_mxfp4(original: Any, method: Any, layer: Any, moe_runner_config: Any) -> Any:
+    """Around Mxfp4MoEMethod.create_moe_runner(), which newer releases end at a name not their own."""
+    if not asked_for():
+        return original(method, layer, moe_runner_config)
+    method.moe_runner_config = moe_runner_config
+    return runner_made(None, method, layer, moe_runner_config)
+
+
+def refuse_fp8(method: Any) -> None:
+    """Raise `Unsupported` for an Fp8MoEMethod whose weights Switchyard cannot take as they are."""
+    block, form = list(method.quant_config.weight_block_size or ()), weight_format(method)
+    other = not method.block_quant if form else block != [128, 128]
+    if method.use_mxfp8 or other or (form and method.dequant_fp4_to_fp8):
+        raise Unsupported(
+            f"the experts are quantised by {type(method).__name__} with weight_block_size {block}, "
+            f"mxfp8 {method.use_mxfp8}, fp4 {method.is_fp4_expert}, "
+            f"SGLANG_DSV4_FP4_DEQUANT {method.dequant_fp4_to_fp8}; {WEIGHTS}"
+        )
+
+
+def apply_here(original: Any, method: Any, layer: Any, dispatch_output: Any) -> Any:
+    """Around a method's apply() that chooses what it hands to the runner by SGLang's own names."""
     runner = runner_of(method)
     if runner is None:
         return original(method, layer, dispatch_output)
-    return runner.run(dispatch_output, method.get_triton_quant_info(layer))
+    return runner.run(dispatch_output, quant_info(method, layer))
+
+
+def process_weights(original: Any, method: Any, layer: Any) -> Any:
+    """Around process_weights_after_loading(), which repacks four bits for SGLang's kernels."""
+    runner = runner_of(method)
+    if runner is not None and runner.binding.weight_format:
+        return None
+    return original(method, layer)
 
 
 def weights_processed(result: Any, method: Any, layer: Any, *more: Any, **named: Any) -> Any:
@@ -198,7 +286,7 @@ def weights_processed(result: Any, method: Any, layer: Any, *more: Any, **named:
     runner = runner_of(method)
     if runner is not None:
         # Now, so that SGLang counts the memory, and errors come before the first request.
-        runner.binding.weights_loaded(**arrays(method.get_triton_quant_info(layer)))
+        runner.binding.weights_loaded(**arrays(quant_info(method, layer)))
     return result
 
 
@@ -240,9 +328,15 @@ def install() -> None:
     check_interface()
     add_backend()
     for method in _METHODS:
-        hook(method, "create_moe_runner", runner_made)
+        if method is not UnquantizedFusedMoEMethod:
+            hook(method, "apply", apply_here, HookType.AROUND)
+            hook(method, "process_weights_after_loading", process_weights, HookType.AROUND)
         hook(method, "process_weights_after_loading", weights_processed)
-    hook(Fp8MoEMethod, "apply", apply_fp8, HookType.AROUND)
+        if method is not Mxfp4MoEMethod:
+            hook(method, "create_moe_runner", runner_made)
+    hook(Mxfp4MoEMethod, "create_moe_runner", runner_of_mxfp4, HookType.AROUND)
+    hook(Mxfp4MoEMethod, "create_weights", create_mxfp4, HookType.AROUND)
+    hook(Fp8MoEMethod, "create_weights", weights_created)
     hook(FusedMoE, "__init__", layer_made)
     for name in updates():
         hook(WeightUpdater, name, weights_updated)

@@ -1,0 +1,201 @@
+"""SGLang's FusedMoE with experts of four bits, as a server on CPUs makes it: for test_sglang_four_bit.py, which
+starts this in a process of its own, because SGLang's settings are made once a process.
+
+    sglang_layers.py gpt-oss|gpt-oss-tp|deepseek-v4|refusals
+"""
+
+import json
+import math
+import pathlib
+import sys
+import tempfile
+
+import torch
+
+import switchyard
+import switchyard.sglang
+from four_bit_cases import (
+    GPT_OSS, SEEN, Case, E, H, I, K, T, batch, expected_of, require_as_exact_as_torch, require_mistakes_seen,
+)
+from reference import Packed, error
+
+CONFIG = {
+    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_size": H,
+    "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
+    "vocab_size": 128, "num_experts": E, "num_experts_per_tok": K, "moe_intermediate_size": I,
+    "intermediate_size": 256, "max_position_embeddings": 512, "torch_dtype": "bfloat16",
+}  # fmt: skip
+RANKS = dict.fromkeys(
+    ("moe_ep_rank", "moe_tp_rank", "moe_dp_rank", "tp_rank", "attn_tp_rank", "attn_dp_rank"), 0
+)
+
+
+def serve():
+    """The plugin, and SGLang's settings and groups of one rank."""
+    from sglang.srt.plugins import hook_registry
+
+    switchyard.sglang.register()
+    hook_registry.HookRegistry.apply_hooks()
+    from sglang.srt import runtime_context
+    from sglang.srt.distributed import init_distributed_environment, initialize_model_parallel
+    from sglang.srt.layers.moe.utils import initialize_moe_config
+    from sglang.srt.server_args import ServerArgs
+
+    model = pathlib.Path(tempfile.mkdtemp())
+    (model / "config.json").write_text(json.dumps(CONFIG))
+    arguments = ServerArgs(
+        model_path=str(model), device="cpu", moe_runner_backend="switchyard", skip_tokenizer_init=True,
+        chunked_prefill_size=512,
+    )  # fmt: skip
+    if hasattr(runtime_context, "publish"):
+        runtime_context.publish(arguments, role="scheduler")
+    else:  # SGLang 0.5.16
+        runtime_context.get_context().set_server_args(arguments)
+        initialize_moe_config(arguments)
+    init_distributed_environment(
+        world_size=1, rank=0, distributed_init_method=f"file://{model}/rendezvous", local_rank=0, backend="gloo"
+    )
+    initialize_model_parallel()
+    if hasattr(runtime_context, "publish"):
+        initialize_moe_config()
+
+
+def fused_moe(**given):
+    from sglang.srt import runtime_context
+    from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
+
+    sizes = {"num_experts": E, "hidden_size": H, "intermediate_size": I, "layer_id": 0, "top_k": K}
+    with runtime_context.get_parallel().override(**RANKS):
+        return FusedMoE(**sizes | {"params_dtype": torch.bfloat16} | given)
+
+
+def load(parameter, *given, **named):
+    from sglang.srt import runtime_context
+
+    with runtime_context.get_parallel().override(**RANKS):
+        parameter.weight_loader(parameter, *given, **named)
+
+
+def gpt_oss(columns=I, **more):
+    from sglang.srt.layers.quantization.mxfp4 import Mxfp4Config
+
+    layer = fused_moe(
+        quant_config=Mxfp4Config(is_checkpoint_mxfp4_serialized=True), with_bias=True, intermediate_size=columns,
+        gemm1_alpha=1.702, gemm1_clamp_limit=7.0, **more,
+    )  # fmt: skip
+    padded = -(-columns // 32) * 32  # what gpt-oss' loader gives a rank
+    w13, w2 = Packed("mxfp4", 2 * padded, H, count=E), Packed("mxfp4", H, padded, count=E)
+    b13, b2 = torch.randn(E, 2 * padded).bfloat16(), 3 * torch.randn(E, H).bfloat16()
+    for name, tensor in {
+        "w13_weight": w13.bytes, "w13_weight_scale": w13.scale, "w13_weight_bias": b13,
+        "w2_weight": w2.bytes, "w2_weight_scale": w2.scale, "w2_weight_bias": b2,
+    }.items():  # fmt: skip
+        load(getattr(layer, name), tensor, weight_name=name, shard_id=None, expert_id=None)
+    return Case(layer, w13, w2, (b13[:, 0::2], b13[:, 1::2], b2), GPT_OSS, interleaved=True)
+
+
+def deepseek_v4(limit=10.0, **more):
+    from sglang.srt.layers.quantization.fp8 import Fp8Config
+
+    config = Fp8Config(
+        is_checkpoint_fp8_serialized=True, activation_scheme="dynamic", weight_block_size=[128, 128],
+        is_fp4_experts=True,
+    )  # fmt: skip
+    layer = fused_moe(quant_config=config, swiglu_limit=limit, **more)
+    w13, w2 = Packed("mxfp4", 2 * I, H, count=E), Packed("mxfp4", H, I, count=E)
+    for suffix, first, second in (
+        ("weight", w13.bytes.view(torch.int8), w2.bytes.view(torch.int8)),
+        ("weight_scale_inv", w13.scale.view(torch.float8_e8m0fnu), w2.scale.view(torch.float8_e8m0fnu)),
+    ):
+        gate, up = first.chunk(2, dim=1)
+        for shard, name, tensor in (("w1", "w13", gate), ("w3", "w13", up), ("w2", "w2", second)):
+            for e in range(E):
+                name_of = f"{name}_{suffix}"
+                load(getattr(layer, name_of), tensor[e], name_of, shard, e)
+    return Case(layer, w13, w2, (None, None, None), switchyard.Activation(limit=limit))
+
+
+def processed(case):
+    case.layer.quant_method.process_weights_after_loading(case.layer)
+    return case
+
+
+def run(case, x, ids, weights):
+    from sglang.srt.layers.moe.token_dispatcher.standard import StandardDispatchOutput
+    from sglang.srt.layers.moe.topk import StandardTopKOutput
+
+    given = StandardDispatchOutput(x, None, StandardTopKOutput(weights, ids.int(), None))
+    out = case.layer.quant_method.apply(layer=case.layer, dispatch_output=given).hidden_states
+    experts = case.layer.quant_method.runner.binding.experts
+    poisoned = torch.full_like(out, math.nan)
+    experts(x, ids.int(), weights, out=poisoned)
+    assert torch.equal(out, poisoned)
+    return out
+
+
+def check(make):
+    case = make()
+    layer = case.layer
+    before = {name: (tensor.data_ptr(), tensor.dtype) for name, tensor in layer.named_parameters()}
+    processed(case)
+    after = {name: (tensor.data_ptr(), tensor.dtype) for name, tensor in layer.named_parameters()}
+    assert before == after, (before, after)
+    assert layer.w13_weight.element_size() == 1
+    assert torch.equal(layer.w13_weight.data.view(torch.uint8), case.w13.bytes)
+    scale = layer.w2_weight_scale if hasattr(layer, "w2_weight_scale") else layer.w2_weight_scale_inv
+    assert torch.equal(scale.data.view(torch.uint8), case.w2.scale)
+    given = batch()
+    require_as_exact_as_torch(case, run(case, *given), *given)
+    if case.biases[0] is not None:
+        given = (given[0] / 5, *given[1:])  # so that biases matter, too; limits still do
+    first = run(case, *given)
+    require_mistakes_seen(case, first, *given)
+
+    other = make()
+    for name, parameter in layer.named_parameters():
+        parameter.data.copy_(getattr(other.layer, name).data)
+    from switchyard._serving import refresh_all
+
+    refresh_all()  # what the hook on SGLang's WeightUpdater does
+    case.w13, case.w2, case.biases = other.w13, other.w2, other.biases
+    expected = expected_of(case, *given)
+    assert error(run(case, *given), expected) < 1e-2 < SEEN < error(first, expected)
+
+
+def refused(kind, text, make):
+    try:
+        make()
+    except kind as failure:
+        assert text in str(failure), str(failure)
+        return
+    raise AssertionError(f"was not refused: {text}")
+
+
+def refusals():
+    from switchyard import InvalidArgument, Unsupported, _sglang_runner
+
+    # SGLang's own, which asks for whole blocks of FP8 also of experts in MXFP4.
+    refused(ValueError, "80 is not divisible by weight quantization", lambda: deepseek_v4(intermediate_size=80))
+    case = deepseek_v4()
+    case.layer.w2_weight_scale_inv.data.view(torch.uint8)[1, 3, 2] = 255
+    refused(InvalidArgument, "experts[1].down's scale of row 3", lambda: processed(case))
+    setting = _sglang_runner.setting
+    _sglang_runner.setting = lambda name, default=None: name == "enable_eplb" or setting(name, default)
+    for make in (deepseek_v4, gpt_oss):
+        refused(Unsupported, "--enable-eplb moves experts", make)
+
+
+def main():
+    torch.manual_seed(0)
+    serve()
+    what = sys.argv[1]
+    if what == "refusals":
+        refusals()
+    else:
+        # The columns of gpt-oss' last rank of four, 2880 / 4, cut through a group, too.
+        check({"gpt-oss": gpt_oss, "gpt-oss-tp": lambda: gpt_oss(columns=80), "deepseek-v4": deepseek_v4}[what])
+    print("agrees")
+
+
+if __name__ == "__main__":
+    main()
