@@ -24,8 +24,8 @@ from .errors import InvalidArgument, Unsupported
 _NCCL_CTAS = 32
 
 WEIGHTS = (
-    "Switchyard takes bf16, fp16 and fp32 weights, FP8 in blocks of 128 x 128, MXFP4 as gpt-oss and "
-    "DeepSeek-V4 have it"
+    "Switchyard takes bf16, fp16 and fp32 weights, FP8 in blocks of 128 x 128, MXFP4 as gpt-oss "
+    "and DeepSeek-V4 have it"
 )
 NO_EPLB = (
     "{} moves experts between ranks without a word to the layer, which on GPUs keeps scales and biases in "
@@ -226,7 +226,7 @@ class Binding:
         self.top_k = top_k
         self.max_tokens = options.max_tokens or max_tokens
         self.weight_on_input = weight_on_input
-        # Of packed weights. A plugin may learn it after it made the binding, before weights are loaded.
+        # A plugin may learn the format after it has made the binding, before weights are loaded.
         self.weight_format = weight_format
         wanted = options.refresh_in_graphs
         self.refresh_in_graphs = refresh_in_graphs if wanted is None else wanted

@@ -246,7 +246,7 @@ def runner_made(result: Any, method: Any, layer: Any, moe_runner_config: Any) ->
 
 
 def runner_of_mxfp4(original: Any, method: Any, layer: Any, moe_runner_config: Any) -> Any:
-    """Around Mxfp4MoEMethod.create_moe_runner(), which newer releases end at a name not their own."""
+    """Around Mxfp4MoEMethod.create_moe_runner(), which may raise at a name not SGLang's own."""
     if not asked_for():
         return original(method, layer, moe_runner_config)
     method.moe_runner_config = moe_runner_config

@@ -160,9 +160,8 @@ class SwitchyardRoutedExperts(RoutedExperts):
 
         def process_weights_after_loading(layer: Any) -> None:
             process(layer)
-            self.present = {
-                ours: theirs for theirs, ours in _SMALL.items() if getattr(self, theirs, None) is not None
-            }
+            there = (name for name in _SMALL if getattr(self, name, None) is not None)
+            self.present = {_SMALL[name]: name for name in there}
             # Now, so that vLLM counts the memory, errors come before the first request, and graphs that
             # were captured before read what is new.
             try:
@@ -216,7 +215,8 @@ class SwitchyardRoutedExperts(RoutedExperts):
         )
         if not supported:
             raise Unsupported(f"Switchyard cannot run this layer: {reason}")
-        if moe_config.moe_parallel_config.enable_eplb and (moe_config.has_bias or quantised or form):
+        copied = moe_config.has_bias or quantised or form
+        if moe_config.moe_parallel_config.enable_eplb and copied:
             raise Unsupported(NO_EPLB.format("--enable-eplb"))
 
     def small(self) -> dict[str, Any]:
@@ -242,7 +242,7 @@ class SwitchyardRoutedExperts(RoutedExperts):
 def replacements() -> dict[str, type]:
     """vLLM's classes of a layer's experts that are replaced, by their names."""
     found: dict[str, type] = {"RoutedExperts": SwitchyardRoutedExperts}
-    # From 0.29 on, gpt-oss has one of its own, with a loader of its own.
+    # In 0.29 and newer gpt-oss has one of its own, with a loader of its own.
     try:
         from vllm.model_executor.models.gpt_oss import GptOssRoutedExperts as theirs
     except ImportError:
@@ -260,8 +260,6 @@ def selecting(original: Callable[..., Any], backend: Any) -> Callable[..., Any]:
         given = inspect.signature(original).bind(*arguments, **named).arguments
         config = given.get("moe_config", given.get("config"))
         if hasattr(config, "switchyard_layer"):
-            if hasattr(given.get("quant_config"), "num_bits"):
-                four_bit.refuse_int4(given["quant_config"])
             return backend, SwitchyardExperts
         return original(*arguments, **named)
 
@@ -290,6 +288,7 @@ def install() -> str | None:
             return f"another plugin, {taken.__module__}.{taken.__qualname__}, has replaced {name}"
     for name, layer in ours.items():
         PluggableLayer.register_oot(layer, name=name)
+    four_bit.install()
     for module, name, backend in _SELECTORS:
         setattr(module, name, selecting(getattr(module, name), backend))
     return None

@@ -1,13 +1,14 @@
-"""vLLM's experts of four bits: which methods Switchyard takes over, and what it does in the place of
-their repacking. It imports vLLM: only _vllm imports it.
+"""vLLM's experts of four bits: which methods Switchyard takes over, and what it does in the place
+of their repacking. It imports vLLM: only _vllm imports it.
 
-vLLM creates packed weights as the checkpoint has them, [E, N, K/2] in bytes or [E, N, K/8] in words, with
-the scales [E, N, K/group] beside them. Its methods repack both for a kernel once they are loaded. For
-Switchyard's layers that step is left out: the layer reads what was loaded, where it is.
+vLLM creates packed weights as the checkpoint has them, [E, N, K/2] in bytes or [E, N, K/8] in
+words, with the scales [E, N, K/group] beside them. Its methods repack both for a kernel once they are
+loaded. Switchyard's layers leave that step out: they read what was loaded, where it is.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 from typing import Any
 
@@ -33,8 +34,8 @@ _COMPRESSED = "vllm.model_executor.layers.quantization.compressed_tensors.compre
 def _int4_method() -> tuple[Any, Any]:
     """The module and the class of compressed-tensors' INT4; (None, None): it cannot be imported.
 
-    Where there are two classes, as in 0.26, the one that chooses among kernels has "Marlin" in its name.
-    The other one has a kernel of its own, and is refused.
+    Where there are two classes, as in 0.26, the one that chooses among kernels has "Marlin" in its
+    name. The other one has a kernel of its own, and is refused.
     """
     for module, name in (
         ("compressed_tensors_moe_wna16_marlin", "CompressedTensorsWNA16MarlinMoEMethod"),
@@ -51,8 +52,8 @@ def _int4_method() -> tuple[Any, Any]:
 
 _int4_module, _Int4 = _int4_method()
 
-# Where these methods choose a kernel, and the choice that leaves the layout of weights as the checkpoint
-# has it: vLLM pads sizes to whole groups for it, and transposes nothing while it loads.
+# Where these methods choose a kernel, and the choice that leaves the layout of weights as the
+# checkpoint has it: vLLM pads sizes to whole groups for it, and transposes nothing while it loads.
 SELECTORS = [
     (mxfp4, "select_mxfp4_moe_backend", Mxfp4MoeBackend.EMULATION),
     (mxfp4, "select_deepseek_v4_mxfp4_moe_backend", Mxfp4MoeBackend.EMULATION),
@@ -77,10 +78,7 @@ def format_of(method: Any) -> WeightFormat | None:
 
 
 def refuse_int4(given: Any) -> None:
-    """Raise `Unsupported` for compressed-tensors' QuantizationArgs that Switchyard cannot multiply.
-
-    Called before vLLM's method looks at them, whose own refusals name kernels that are not used here.
-    """
+    """Raise `Unsupported` for compressed-tensors' QuantizationArgs that Switchyard cannot multiply."""
     strategy = getattr(given.strategy, "value", given.strategy)
     order = getattr(given.actorder, "value", given.actorder)
     for name, value, taken in (
@@ -93,24 +91,23 @@ def refuse_int4(given: Any) -> None:
         if value not in taken:
             raise Unsupported(
                 f"compressed-tensors' {name} is {value!r}; Switchyard takes "
-                f"{' or '.join(map(repr, taken))}. Quantise the experts so, or serve without Switchyard"
+                f"{' or '.join(map(repr, taken))}. Quantise the experts so, or serve without "
+                "Switchyard"
             )
 
 
 def refuse(method: Any, moe_config: Any, quant_config: Any) -> None:
-    """Raise `Unsupported` for experts of four bits that would not be read as the checkpoint means them."""
+    """Raise `Unsupported` for experts of four bits that would be read as other numbers."""
     form, activation = format_of(method), moe_config.activation.value
     columns = moe_config.intermediate_size_per_partition
-    # gpt-oss has gate and up in turns, and a loader for all experts at once that cuts between groups.
-    # Experts that are loaded one by one have up after gate, and are cut anywhere.
+    # gpt-oss has gate and up in turns, and loaders of its own that cut between groups. Experts that
+    # are loaded by vLLM's common loader have up after gate, and are cut anywhere.
     one_by_one = form and quant_config.get_name() != "gpt_oss_mxfp4"
-    if form == "int4":
-        refuse_int4(method.weight_quant)
-        if moe_config.has_bias:
-            raise Unsupported(
-                "the experts are of INT4 and have biases, for which some releases of vLLM make no "
-                "parameters; serve without Switchyard"
-            )
+    if form == "int4" and moe_config.has_bias:
+        raise Unsupported(
+            "the experts are of INT4 and have biases, for which some releases of vLLM make no "
+            "parameters; serve without Switchyard"
+        )
     if one_by_one and activation == "swigluoai":
         raise Unsupported(
             f"activation is 'swigluoai', which means gate and up in turns, and "
@@ -119,14 +116,35 @@ def refuse(method: Any, moe_config: Any, quant_config: Any) -> None:
         )
     if one_by_one and columns % _MXFP4_GROUP:
         raise Unsupported(
-            f"a rank has {columns} of the experts' {moe_config.intermediate_size} intermediate columns, "
-            f"which cuts through a group of {_MXFP4_GROUP} that share a scale; use fewer ranks, or expert "
-            "parallelism"
+            f"a rank has {columns} of the experts' {moe_config.intermediate_size} intermediate "
+            f"columns, which cuts through a group of {_MXFP4_GROUP} that share a scale; use fewer "
+            "ranks, or expert parallelism"
         )
 
 
+def install() -> None:
+    """Make compressed-tensors' method refuse by `refuse_int4` for Switchyard's layers.
+
+    It must happen before the method's own checks, which are of kernels that are not used here and, in
+    some releases, are assertions without a text.
+    """
+    if _Int4 is None:
+        return
+    original = _Int4.__init__
+
+    @functools.wraps(original)
+    def __init__(
+        self: Any, weight_quant: Any, input_quant: Any, moe: Any, *more: Any, **named: Any
+    ) -> None:
+        if hasattr(moe, "switchyard_layer"):
+            refuse_int4(weight_quant)
+        original(self, weight_quant, input_quant, moe, *more, **named)
+
+    _Int4.__init__ = __init__
+
+
 def processed(method: Any, layer: Any, experts: type) -> None:
-    """Stands in for the method's process_weights_after_loading(): a kernel over weights as they are."""
+    """Stands in for process_weights_after_loading(): a kernel over the weights as they are."""
     small = {
         "w1_scale": layer.w13_weight_scale,
         "w2_scale": layer.w2_weight_scale,
@@ -141,8 +159,8 @@ def processed(method: Any, layer: Any, experts: type) -> None:
         config = mxfp4_w4a16_moe_quant_config(**small)
     if method.moe.has_bias and small["w1_bias"] is None:
         raise InvalidArgument(
-            f"the model's experts have biases, but {type(method).__name__} has made no w13_bias; serve "
-            "without Switchyard"
+            f"the model's experts have biases, but {type(method).__name__} has made no w13_bias; "
+            "serve without Switchyard"
         )
     method.moe_quant_config = config
     prepare = maybe_make_prepare_finalize(

@@ -1,5 +1,5 @@
-"""Layers of a server with weights of four bits, and what must be seen of them: for test_vllm_four_bit.py and
-test_sglang_four_bit.py."""
+"""Layers of a server with weights of four bits, and what must be seen of them: for
+test_vllm_four_bit.py and test_sglang_four_bit.py."""
 
 import dataclasses
 import math
@@ -17,7 +17,10 @@ SEEN = 0.05
 
 @dataclasses.dataclass
 class Case:
-    """A server's layer with weights in it, and what they are: packed, biases of gate, up and down, activation."""
+    """A server's layer with weights in it, and what they are.
+
+    Biases are those of gate, up and down.
+    """
 
     layer: object
     w13: Packed
@@ -57,7 +60,9 @@ def shifted_scales(packed):
 
 
 MISTAKES = {
-    "gate and up swapped": lambda case: ((case.matrices()[1], case.matrices()[0], case.w2.exact), {}),
+    "gate and up swapped": lambda case: (
+        (case.matrices()[1], case.matrices()[0], case.w2.exact), {}
+    ),
     "rows in another order": lambda case: (
         dataclasses.replace(case, interleaved=not case.interleaved).matrices(), {}
     ),
@@ -75,11 +80,19 @@ MISTAKES = {
         case.matrices(), {"activation": dataclasses.replace(case.activation, up_bias=0.0)}
     ),
     "no bias of gate": lambda case: (case.matrices(), {"biases": (None, *case.biases[1:])}),
-    "no bias of up": lambda case: (case.matrices(), {"biases": (case.biases[0], None, case.biases[2])}),
+    "no bias of up": lambda case: (
+        case.matrices(), {"biases": (case.biases[0], None, case.biases[2])}
+    ),
     "no bias of down": lambda case: (case.matrices(), {"biases": (*case.biases[:2], None)}),
 }  # fmt: skip
 # What a format does not have cannot be mistaken.
-ONLY_GPT_OSS = {"another alpha", "nothing added to up", "no bias of gate", "no bias of up", "no bias of down"}
+ONLY_GPT_OSS = {
+    "another alpha",
+    "nothing added to up",
+    "no bias of gate",
+    "no bias of up",
+    "no bias of down",
+}
 
 
 def require_mistakes_seen(case, out, x, ids, weights):

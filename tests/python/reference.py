@@ -1,4 +1,4 @@
-"""Experts in plain torch, fp64 unless told otherwise, and weights of four bits with what they stand for."""
+"""Experts in plain torch, fp64 unless told otherwise, and weights of four bits with their values."""
 
 import torch
 

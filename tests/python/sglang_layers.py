@@ -1,5 +1,6 @@
-"""SGLang's FusedMoE with experts of four bits, as a server on CPUs makes it: for test_sglang_four_bit.py, which
-starts this in a process of its own, because SGLang's settings are made once a process.
+"""SGLang's FusedMoE with experts of four bits, as a server on CPUs makes it: for
+test_sglang_four_bit.py, which starts this in a process of its own, because SGLang's settings are made
+once a process.
 
     sglang_layers.py gpt-oss|gpt-oss-tp|deepseek-v4|refusals
 """
@@ -15,7 +16,18 @@ import torch
 import switchyard
 import switchyard.sglang
 from four_bit_cases import (
-    GPT_OSS, SEEN, Case, E, H, I, K, T, batch, expected_of, require_as_exact_as_torch, require_mistakes_seen,
+    GPT_OSS,
+    SEEN,
+    Case,
+    E,
+    H,
+    I,
+    K,
+    T,
+    batch,
+    expected_of,
+    require_as_exact_as_torch,
+    require_mistakes_seen,
 )
 from reference import Packed, error
 
@@ -44,7 +56,8 @@ def serve():
     model = pathlib.Path(tempfile.mkdtemp())
     (model / "config.json").write_text(json.dumps(CONFIG))
     arguments = ServerArgs(
-        model_path=str(model), device="cpu", moe_runner_backend="switchyard", skip_tokenizer_init=True,
+        model_path=str(model), device="cpu", moe_runner_backend="switchyard",
+        skip_tokenizer_init=True,
         chunked_prefill_size=512,
     )  # fmt: skip
     if hasattr(runtime_context, "publish"):
@@ -53,7 +66,11 @@ def serve():
         runtime_context.get_context().set_server_args(arguments)
         initialize_moe_config(arguments)
     init_distributed_environment(
-        world_size=1, rank=0, distributed_init_method=f"file://{model}/rendezvous", local_rank=0, backend="gloo"
+        world_size=1,
+        rank=0,
+        distributed_init_method=f"file://{model}/rendezvous",
+        local_rank=0,
+        backend="gloo",
     )
     initialize_model_parallel()
     if hasattr(runtime_context, "publish"):
@@ -80,7 +97,8 @@ def gpt_oss(columns=I, **more):
     from sglang.srt.layers.quantization.mxfp4 import Mxfp4Config
 
     layer = fused_moe(
-        quant_config=Mxfp4Config(is_checkpoint_mxfp4_serialized=True), with_bias=True, intermediate_size=columns,
+        quant_config=Mxfp4Config(is_checkpoint_mxfp4_serialized=True), with_bias=True,
+        intermediate_size=columns,
         gemm1_alpha=1.702, gemm1_clamp_limit=7.0, **more,
     )  # fmt: skip
     padded = -(-columns // 32) * 32  # what gpt-oss' loader gives a rank
@@ -98,14 +116,19 @@ def deepseek_v4(limit=10.0, **more):
     from sglang.srt.layers.quantization.fp8 import Fp8Config
 
     config = Fp8Config(
-        is_checkpoint_fp8_serialized=True, activation_scheme="dynamic", weight_block_size=[128, 128],
+        is_checkpoint_fp8_serialized=True, activation_scheme="dynamic",
+        weight_block_size=[128, 128],
         is_fp4_experts=True,
     )  # fmt: skip
     layer = fused_moe(quant_config=config, swiglu_limit=limit, **more)
     w13, w2 = Packed("mxfp4", 2 * I, H, count=E), Packed("mxfp4", H, I, count=E)
     for suffix, first, second in (
         ("weight", w13.bytes.view(torch.int8), w2.bytes.view(torch.int8)),
-        ("weight_scale_inv", w13.scale.view(torch.float8_e8m0fnu), w2.scale.view(torch.float8_e8m0fnu)),
+        (
+            "weight_scale_inv",
+            w13.scale.view(torch.float8_e8m0fnu),
+            w2.scale.view(torch.float8_e8m0fnu),
+        ),
     ):
         gate, up = first.chunk(2, dim=1)
         for shard, name, tensor in (("w1", "w13", gate), ("w3", "w13", up), ("w2", "w2", second)):
@@ -142,7 +165,9 @@ def check(make):
     assert before == after, (before, after)
     assert layer.w13_weight.element_size() == 1
     assert torch.equal(layer.w13_weight.data.view(torch.uint8), case.w13.bytes)
-    scale = layer.w2_weight_scale if hasattr(layer, "w2_weight_scale") else layer.w2_weight_scale_inv
+    scale = (
+        layer.w2_weight_scale if hasattr(layer, "w2_weight_scale") else layer.w2_weight_scale_inv
+    )
     assert torch.equal(scale.data.view(torch.uint8), case.w2.scale)
     given = batch()
     require_as_exact_as_torch(case, run(case, *given), *given)
@@ -175,12 +200,18 @@ def refusals():
     from switchyard import InvalidArgument, Unsupported, _sglang_runner
 
     # SGLang's own, which asks for whole blocks of FP8 also of experts in MXFP4.
-    refused(ValueError, "80 is not divisible by weight quantization", lambda: deepseek_v4(intermediate_size=80))
+    refused(
+        ValueError,
+        "80 is not divisible by weight quantization",
+        lambda: deepseek_v4(intermediate_size=80),
+    )
     case = deepseek_v4()
     case.layer.w2_weight_scale_inv.data.view(torch.uint8)[1, 3, 2] = 255
     refused(InvalidArgument, "experts[1].down's scale of row 3", lambda: processed(case))
     setting = _sglang_runner.setting
-    _sglang_runner.setting = lambda name, default=None: name == "enable_eplb" or setting(name, default)
+    _sglang_runner.setting = lambda name, default=None: name == "enable_eplb" or setting(
+        name, default
+    )
     for make in (deepseek_v4, gpt_oss):
         refused(Unsupported, "--enable-eplb moves experts", make)
 
@@ -193,7 +224,13 @@ def main():
         refusals()
     else:
         # The columns of gpt-oss' last rank of four, 2880 / 4, cut through a group, too.
-        check({"gpt-oss": gpt_oss, "gpt-oss-tp": lambda: gpt_oss(columns=80), "deepseek-v4": deepseek_v4}[what])
+        check(
+            {
+                "gpt-oss": gpt_oss,
+                "gpt-oss-tp": lambda: gpt_oss(columns=80),
+                "deepseek-v4": deepseek_v4,
+            }[what]
+        )
     print("agrees")
 
 

@@ -1,5 +1,7 @@
-"""SGLang's FusedMoE with gpt-oss' and DeepSeek-V4's experts in MXFP4 on the CPU engine, where SGLang (0.5.16,
-0.5.23) can be imported: loaded by SGLang's own loaders, beside fp64. No GPU is used, and no server is started."""
+"""SGLang's FusedMoE with gpt-oss' and DeepSeek-V4's experts in MXFP4 on the CPU engine, where SGLang
+(0.5.16, 0.5.23) can be imported: loaded by SGLang's own loaders, beside fp64. No GPU is used, and no
+server is started.
+"""
 
 import importlib.util
 import os
@@ -14,6 +16,8 @@ from conftest import ROOT, python
 @pytest.mark.parametrize("what", ["gpt-oss", "gpt-oss-tp", "deepseek-v4", "refusals"])
 def test_experts_of_four_bits(what):
     if importlib.util.find_spec("sglang") is None:
-        pytest.skip("SGLang is not installed: see docs/frameworks/sglang.md for how these tests were run")
+        pytest.skip(
+            "SGLang is not installed: see docs/frameworks/sglang.md for how these tests were run"
+        )
     path = [os.environ["PYTHONPATH"], ROOT / "tests/python"]
     assert "agrees" in python(ROOT / "tests/python/sglang_layers.py", what, path=path).stdout

@@ -1,5 +1,7 @@
-"""vLLM's layer with experts of four bits on the CPU engine, where vLLM (0.26 to 0.33) can be imported: gpt-oss'
-MXFP4, DeepSeek-V4's, and compressed-tensors' INT4, loaded by vLLM's own loaders, beside fp64. No GPU is used."""
+"""vLLM's layer with experts of four bits on the CPU engine, where vLLM (0.26 to 0.33) can be imported:
+gpt-oss' MXFP4, DeepSeek-V4's, and compressed-tensors' INT4, loaded by vLLM's own loaders, beside fp64.
+No GPU is used.
+"""
 
 import contextlib
 import math
@@ -10,7 +12,17 @@ torch = pytest.importorskip("torch")
 
 import reference
 from four_bit_cases import (
-    GPT_OSS, SEEN, Case, E, H, I, T, batch, expected_of, require_as_exact_as_torch, require_mistakes_seen,
+    GPT_OSS,
+    SEEN,
+    Case,
+    E,
+    H,
+    I,
+    T,
+    batch,
+    expected_of,
+    require_as_exact_as_torch,
+    require_mistakes_seen,
 )
 from reference import Packed, as_words, error, experts
 from switchyard import Activation, InvalidArgument, ShapeMismatch, Unsupported
@@ -26,7 +38,7 @@ def gpt_oss(vllm, streamed=False, **more):
     from vllm.model_executor.layers.quantization.mxfp4 import GptOssMxfp4Config
     from vllm.model_executor.models import gpt_oss as model
 
-    # From 0.29 on the model asks for a class of its own.
+    # In 0.29 and newer the model asks for a class of its own.
     own = getattr(model, "GptOssRoutedExperts", None)
     if streamed and own is None:
         pytest.skip("this vLLM loads gpt-oss' experts all at once only")
@@ -47,7 +59,9 @@ def gpt_oss(vllm, streamed=False, **more):
                 shard = "gpt_oss_" + name.partition("_")[0]
                 parameter.weight_loader(parameter, tensor[e], name, shard_id=shard, expert_id=e)
         else:
-            parameter.weight_loader(parameter, tensor, weight_name=name, shard_id=None, expert_id=None)
+            parameter.weight_loader(
+                parameter, tensor, weight_name=name, shard_id=None, expert_id=None
+            )
     return Case(layer, w13, w2, (b13[:, 0::2], b13[:, 1::2], b2), GPT_OSS, interleaved=True)
 
 
@@ -69,17 +83,31 @@ def compressed(vllm, group=32, weights={}, **more):
     quantization = pytest.importorskip(
         "vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors"
     )
-    args = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": group}
+    args = {
+        "num_bits": 4,
+        "type": "int",
+        "symmetric": True,
+        "strategy": "group",
+        "group_size": group,
+    }
     config = quantization.CompressedTensorsConfig.from_config(
         {
             "quant_method": "compressed-tensors",
             "format": "pack-quantized",
             "ignore": [],
-            "config_groups": {"group_0": {"targets": ["Linear"], "weights": args | weights, "input_activations": None}},
+            "config_groups": {
+                "group_0": {
+                    "targets": ["Linear"],
+                    "weights": args | weights,
+                    "input_activations": None,
+                }
+            },
         }
     )
     layer = vllm(quant_config=config, **more)
-    w13, w2 = (Packed("int4", rows, columns, group, count=E) for rows, columns in ((2 * I, H), (H, I)))
+    w13, w2 = (
+        Packed("int4", rows, columns, group, count=E) for rows, columns in ((2 * I, H), (H, I))
+    )
     load_experts(
         layer,
         {
@@ -116,14 +144,14 @@ def processed(case):
 
 
 def run(case, x, ids, weights):
-    """What vLLM's kernel returns, after the layer's own class was seen to fill all of a poisoned output."""
+    """What vLLM's kernel returns. Switchyard's class must fill all of a poisoned output with it."""
     layer = case.layer
     with torch.inference_mode():
         out = layer.quant_method.apply(layer, x, weights, ids.int(), None, None)
         poisoned = torch.full((T, H), math.nan, dtype=x.dtype)
         layer.quant_method.moe_kernel.fused_experts.apply(
-            poisoned, x, layer.w13_weight, layer.w2_weight, weights, ids.int(), layer.activation, E, None,
-            None, None, None, None, None, False,
+            poisoned, x, layer.w13_weight, layer.w2_weight, weights, ids.int(), layer.activation, E,
+            None, None, None, None, None, None, False,
         )  # fmt: skip
     assert torch.equal(out, poisoned)
     return out
@@ -206,7 +234,7 @@ def test_layers_are_vllms_own_unless_asked(vllm, monkeypatch):
     assert asked and not hasattr(asked[0][0], "switchyard_layer")
 
 
-# ------------------------------------------------------------------------------------------ refusals
+# ----------------------------------------------------------------------------------------- refusals
 
 
 @pytest.mark.parametrize(
@@ -215,11 +243,16 @@ def test_layers_are_vllms_own_unless_asked(vllm, monkeypatch):
         ({"symmetric": False}, "symmetric is False; Switchyard takes True"),
         ({"group_size": 64}, "group_size is 64; Switchyard takes 32 or 128"),
         ({"num_bits": 8}, "num_bits is 8; Switchyard takes 4"),
-        ({"strategy": "channel", "group_size": None}, "strategy is 'channel'; Switchyard takes 'group'"),
+        (
+            {"strategy": "channel", "group_size": None},
+            "strategy is 'channel'; Switchyard takes 'group'",
+        ),
     ],
 )
 def test_other_int4_is_refused(vllm, marlin, weights, text):
-    with pytest.raises(Unsupported, match=f"model.layers.0.mlp.experts: compressed-tensors' {text}"):
+    with pytest.raises(
+        Unsupported, match=f"model.layers.0.mlp.experts: compressed-tensors' {text}"
+    ):
         compressed(vllm, weights=weights)
 
 
@@ -270,10 +303,12 @@ def test_another_class_for_mxfp4_is_refused(vllm):
 
 
 def test_errors_of_the_library_come_while_weights_are_loaded(vllm):
-    """A scale that is NaN, with the layer's name; a library without kernels for four bits says so here, too."""
+    """A scale that is NaN, with the layer's name. Missing kernels for four bits are told here, too."""
     case = deepseek_v4(vllm)
     case.layer.w2_weight_scale.data[1, 3, 2] = 255
-    with pytest.raises(InvalidArgument, match=r"model.layers.0.mlp.experts: experts\[1\].down's scale of row 3"):
+    with pytest.raises(
+        InvalidArgument, match=r"model.layers.0.mlp.experts: experts\[1\].down's scale of row 3"
+    ):
         processed(case)
     case.layer.w2_weight_scale.data[1, 3, 2] = 120
     case.layer.w2_weight_scale.data = case.layer.w2_weight_scale.data[:, :, 1:]

@@ -1,5 +1,6 @@
 """vLLM's layer of experts, made as a model makes it: in this process, for test_vllm.py and
-test_vllm_four_bit.py, and as its MoERunner on several ranks over gloo, with its own loader of weights.
+test_vllm_four_bit.py, and as its MoERunner on several ranks over gloo, with its own loader of
+weights.
 
     vllm_ranks.py RANKS tensor|expert [mxfp4]
 """
@@ -47,7 +48,7 @@ def factory():
 def one_rank():
     """vLLM with the plugin, one process, on its platform for CPUs: a function that makes a layer.
 
-    Once for all tests of a process: vLLM's groups cannot be made twice. Skips where vLLM is not installed.
+    Once for all tests of a process: vLLM's groups cannot be made twice. Skips without vLLM.
     """
     import pytest
 
@@ -98,12 +99,14 @@ def deepseek_v4_config():
 
 
 def load_experts(layer, matrices):
-    """Each expert's gate, up and down, [E, rows, columns] by the parameter's suffix, as a checkpoint has them."""
+    """Each expert's gate, up and down, [E, rows, columns] by the suffix of the parameter."""
     for suffix, (gate, up, down) in matrices.items():
         for shard, name, tensor in (("w1", "w13", gate), ("w3", "w13", up), ("w2", "w2", down)):
             parameter = getattr(layer, f"{name}_{suffix}")
             for e in range(tensor.shape[0]):
-                parameter.weight_loader(parameter, tensor[e], f"{name}_{suffix}", shard_id=shard, expert_id=e)
+                parameter.weight_loader(
+                    parameter, tensor[e], f"{name}_{suffix}", shard_id=shard, expert_id=e
+                )
 
 
 def in_bf16():
@@ -176,7 +179,8 @@ def main():
     ranks, split, mxfp4 = int(sys.argv[1]), sys.argv[2], "mxfp4" in sys.argv
     with tempfile.TemporaryDirectory() as directory:
         rendezvous = f"file://{pathlib.Path(directory) / 'rendezvous'}"
-        torch.multiprocessing.spawn(rank_body, (ranks, rendezvous, split == "expert", mxfp4), nprocs=ranks)
+        given = ranks, rendezvous, split == "expert", mxfp4
+        torch.multiprocessing.spawn(rank_body, given, nprocs=ranks)
     print("agrees")
 
 
