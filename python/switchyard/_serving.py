@@ -25,7 +25,7 @@ _NCCL_CTAS = 32
 
 WEIGHTS = (
     "Switchyard takes bf16, fp16 and fp32 weights, FP8 in blocks of 128 x 128, MXFP4 as gpt-oss "
-    "and DeepSeek-V4 have it"
+    "and DeepSeek-V4 have it, and INT4 of compressed-tensors in groups of 32 or 128"
 )
 NO_EPLB = (
     "{} moves experts between ranks without a word to the layer, which on GPUs keeps scales and biases in "
@@ -124,6 +124,30 @@ def refuse_too_few_sms(
             f"{option} to {needed} or more, or NCCL_MAX_CTAS to {reserved_sms or 8} or less"
             + ("" if reserved_sms else f" with {option} 8")
         )
+
+
+def refuse_int4(given: Any, symmetric: bool) -> None:
+    """Raise `Unsupported` for INT4 of compressed-tensors that Switchyard cannot multiply.
+
+    Parameters
+    ----------
+    given : QuantizationArgs, or an object with its num_bits, strategy, group_size and actorder
+    symmetric : bool
+        Without zero points.
+    """
+    for name, value, taken in (
+        ("num_bits", given.num_bits, (4,)),
+        ("strategy", getattr(given.strategy, "value", given.strategy), ("group",)),
+        ("group_size", given.group_size, (32, 128)),
+        ("symmetric", symmetric, (True,)),
+        ("actorder", getattr(given.actorder, "value", given.actorder), (None, "weight", "static")),
+    ):
+        if value not in taken:
+            raise Unsupported(
+                f"compressed-tensors' {name} is {value!r}; Switchyard takes "
+                f"{' or '.join(map(repr, taken))}. Quantise the experts so, or serve without "
+                "Switchyard"
+            )
 
 
 def local_ids(ids: Any, expert_map: Any) -> Any:
@@ -237,27 +261,30 @@ class Binding:
         self._outgrown: list[Experts] = []
         self._addresses: tuple[int, ...] = ()
         self._small: dict[str, Any] = {}
+        # Packed w13 and w2, of which a layer on a GPU has a copy in another order.
+        self._packed: dict[str, Any] = {}
         _bindings.add(self)
 
     def weights_loaded(self, w13: Any, w2: Any, **small: Any) -> None:
         """Weights were loaded for the first time, or anew.
 
         A server that loads anew may do it into other tensors, whose values it copies into those that
-        graphs have captured. What is copied of scales and biases must follow at once: replays of
-        graphs call nothing.
+        graphs have captured. What a layer has copies of, scales, biases and weights of four bits, must
+        follow at once: replays of graphs call nothing.
         """
         if self.experts is None:
             self.bind(w13, w2, **small)
             return
-        for name, array in small.items():
-            bound = self._small[name]
+        copied = self._small | self._packed
+        for name, array in (small | dict(w13=w13, w2=w2)).items():
+            bound = copied.get(name)
             if bound is not array and bound is not None and bound.shape == array.shape:
                 bound.data.copy_(array.data)
         self.refresh()
 
     def reads(self, tensor: Any) -> bool:
         """Whether the layer keeps a copy of this tensor in a layout of its own."""
-        return any(tensor is array for array in self._small.values())
+        return any(tensor is array for array in (*self._small.values(), *self._packed.values()))
 
     def bind(self, w13: Any, w2: Any, *, tokens: int = 0, **small: Any) -> Experts:
         """The layer over these tensors: made, bound anew or refreshed if need be.
@@ -291,6 +318,7 @@ class Binding:
             return self.experts
         self._addresses = addresses
         self._small = small
+        self._packed = dict(w13=w13, w2=w2) if self.weight_format else {}
         return self.experts
 
     def refresh(self) -> None:

@@ -17,6 +17,10 @@ from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
 from sglang.srt.layers.moe.moe_runner import MoeRunner
 from sglang.srt.layers.moe.moe_runner.triton import TritonMoeQuantInfo
 from sglang.srt.layers.moe.token_dispatcher.standard import StandardCombineInput
+from sglang.srt.layers.quantization.compressed_tensors.compressed_tensors import (
+    CompressedTensorsFusedMoEMethod,
+)
+from sglang.srt.layers.quantization.compressed_tensors.schemes import CompressedTensorsWNA16MoE
 from sglang.srt.layers.quantization.fp8 import Fp8MoEMethod
 from sglang.srt.layers.quantization.mxfp4 import Mxfp4MoEMethod
 from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod
@@ -25,22 +29,35 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang.srt.server_args import add_moe_runner_backend_choices
 
 from ._four_bit import WeightFormat
-from ._serving import NO_EPLB, WEIGHTS, Binding, other_signature, refresh_all, taken_types
+from ._serving import (
+    NO_EPLB,
+    WEIGHTS,
+    Binding,
+    other_signature,
+    refresh_all,
+    refuse_int4,
+    taken_types,
+)
 from ._sglang_setup import Deployment, activation_of, capacity, log, options_of, refuse
 from .errors import Unsupported
 
 NAME = "switchyard"
-_METHODS = (UnquantizedFusedMoEMethod, Fp8MoEMethod, Mxfp4MoEMethod)
+_METHODS = (
+    UnquantizedFusedMoEMethod,
+    Fp8MoEMethod,
+    Mxfp4MoEMethod,
+    CompressedTensorsFusedMoEMethod,
+)
+# Methods whose create_moe_runner() raises at a name not SGLang's own, or takes a kernel of its own.
+_FOUR_BITS = (Mxfp4MoEMethod, CompressedTensorsFusedMoEMethod)
 # Columns of MXFP4 that share a scale.
 _GROUP = 32
 _SIGNATURES = {
     MoeRunner.run: "self dispatch_output quant_info lora_info",
     **{method.create_moe_runner: "self layer moe_runner_config" for method in _METHODS},
     **{method.get_triton_quant_info: "self layer" for method in _METHODS[:2]},
-    Fp8MoEMethod.apply: "self layer dispatch_output",
-    Mxfp4MoEMethod.apply: "self layer dispatch_output",
-    Mxfp4MoEMethod.process_weights_after_loading: "self layer",
-    Fp8MoEMethod.process_weights_after_loading: "self layer",
+    **{method.apply: "self layer dispatch_output" for method in _METHODS[1:]},
+    **{method.process_weights_after_loading: "self layer" for method in _METHODS[1:]},
 }
 
 
@@ -179,11 +196,20 @@ def weight_format(method: Any) -> WeightFormat | None:
     """"mxfp4" for gpt-oss' experts and for DeepSeek-V4's, which are a case of FP8 to SGLang."""
     if isinstance(method, Mxfp4MoEMethod):
         return "mxfp4"
+    if isinstance(method, CompressedTensorsFusedMoEMethod):
+        return "int4"  # runner_of_four_bits() takes no other scheme
     return "mxfp4" if isinstance(method, Fp8MoEMethod) and method.is_fp4_expert else None
 
 
 def quant_info(method: Any, layer: Any) -> TritonMoeQuantInfo:
     """A layer's tensors, under the names that SGLang's Triton runner has for them."""
+    if isinstance(method, CompressedTensorsFusedMoEMethod):
+        return TritonMoeQuantInfo(
+            w13_weight=layer.w13_weight_packed.transpose(1, 2),
+            w2_weight=layer.w2_weight_packed.transpose(1, 2),
+            w13_scale=layer.w13_weight_scale.transpose(1, 2),
+            w2_scale=layer.w2_weight_scale.transpose(1, 2),
+        )
     if not isinstance(method, Mxfp4MoEMethod):
         return method.get_triton_quant_info(layer)
     # Without biases in the model they may be there all the same, and are zero then.
@@ -206,6 +232,24 @@ def weights_created(result: Any, method: Any, layer: Any, *more: Any, **named: A
     if asked_for() and method.is_fp4_expert:
         for scale in (layer.w13_weight_scale_inv, layer.w2_weight_scale_inv):
             scale.data = torch.ones(scale.shape, device=scale.device).to(torch.float8_e8m0fnu)
+    return result
+
+
+def int4_created(result: Any, scheme: Any, layer: Any, *more: Any, **named: Any) -> Any:
+    """After CompressedTensorsWNA16MoE.create_weights(), whose parameters are transposed.
+
+    The parameters keep their shapes and become views of memory in the checkpoint's order. SGLang's
+    loader transposes what it loads, and so writes it as it was.
+    """
+    if asked_for():
+        refuse_int4(scheme, scheme.sym)
+        for parameter in (
+            layer.w13_weight_packed,
+            layer.w2_weight_packed,
+            layer.w13_weight_scale,
+            layer.w2_weight_scale,
+        ):
+            parameter.data = parameter.data.transpose(1, 2).contiguous().transpose(1, 2)
     return result
 
 
@@ -239,17 +283,28 @@ def runner_made(result: Any, method: Any, layer: Any, moe_runner_config: Any) ->
     if fp8:
         refuse_fp8(method)
         method._owns_moe_runner = True  # newer releases use no runner of an Fp8MoEMethod without it
+    if form == "int4" and getattr(layer, "with_bias", False):
+        raise Unsupported(
+            "the experts are of INT4 and have biases, for which SGLang makes no parameters; serve "
+            "with another --moe-runner-backend"
+        )
     if setting("enable_eplb") and (fp8 or form or method.with_bias):
         raise Unsupported(NO_EPLB.format("--enable-eplb"))
     method.runner = SwitchyardRunner(moe_runner_config, form)
     return result
 
 
-def runner_of_mxfp4(original: Any, method: Any, layer: Any, moe_runner_config: Any) -> Any:
-    """Around Mxfp4MoEMethod.create_moe_runner(), which may raise at a name not SGLang's own."""
-    if not asked_for():
+def runner_of_four_bits(original: Any, method: Any, layer: Any, moe_runner_config: Any) -> Any:
+    """Around create_moe_runner() of _FOUR_BITS."""
+    scheme = getattr(layer, "scheme", None)
+    other = isinstance(method, CompressedTensorsFusedMoEMethod) and (
+        type(scheme) is not CompressedTensorsWNA16MoE
+    )
+    if not asked_for() or other:  # layer_made() refuses another scheme
         return original(method, layer, moe_runner_config)
-    method.moe_runner_config = moe_runner_config
+    for owner in (method, scheme):
+        if owner is not None:
+            owner.moe_runner_config = moe_runner_config
     return runner_made(None, method, layer, moe_runner_config)
 
 
@@ -332,9 +387,11 @@ def install() -> None:
             hook(method, "apply", apply_here, HookType.AROUND)
             hook(method, "process_weights_after_loading", process_weights, HookType.AROUND)
         hook(method, "process_weights_after_loading", weights_processed)
-        if method is not Mxfp4MoEMethod:
+        if method in _FOUR_BITS:
+            hook(method, "create_moe_runner", runner_of_four_bits, HookType.AROUND)
+        else:
             hook(method, "create_moe_runner", runner_made)
-    hook(Mxfp4MoEMethod, "create_moe_runner", runner_of_mxfp4, HookType.AROUND)
+    hook(CompressedTensorsWNA16MoE, "create_weights", int4_created)
     hook(Mxfp4MoEMethod, "create_weights", create_mxfp4, HookType.AROUND)
     hook(Fp8MoEMethod, "create_weights", weights_created)
     hook(FusedMoE, "__init__", layer_made)

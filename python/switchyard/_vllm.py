@@ -204,7 +204,7 @@ class SwitchyardRoutedExperts(RoutedExperts):
             raise Unsupported(
                 f"the experts are quantised by {type(method).__name__}"
                 + (f" in blocks of {blocks}" if quantised else "")
-                + f"; {WEIGHTS}, and compressed-tensors' INT4 in groups of 32 or 128"
+                + f"; {WEIGHTS}"
             )
         four_bit.refuse(method, moe_config, quant_config)
         supported, reason = SwitchyardExperts.is_supported_config(

@@ -23,11 +23,11 @@ from vllm.model_executor.layers.quantization import mxfp4
 from vllm.model_executor.layers.quantization.utils.quant_utils import kInt4Static32, kMxfp4Static
 
 from ._four_bit import WeightFormat
+from ._serving import refuse_int4
 from .errors import InvalidArgument, Unsupported
 
-# Columns that share a scale. Those of INT4 are multiples of MXFP4's.
+# Columns that share a scale. INT4's groups are multiples of it.
 _MXFP4_GROUP = 32
-_INT4_GROUPS = (32, 128)
 _COMPRESSED = "vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe"
 
 
@@ -77,25 +77,6 @@ def format_of(method: Any) -> WeightFormat | None:
     return "int4" if _Int4 is not None and type(method) is _Int4 else None
 
 
-def refuse_int4(given: Any) -> None:
-    """Raise `Unsupported` for compressed-tensors' QuantizationArgs that Switchyard cannot multiply."""
-    strategy = getattr(given.strategy, "value", given.strategy)
-    order = getattr(given.actorder, "value", given.actorder)
-    for name, value, taken in (
-        ("num_bits", given.num_bits, (4,)),
-        ("strategy", strategy, ("group",)),
-        ("group_size", given.group_size, _INT4_GROUPS),
-        ("symmetric", given.symmetric, (True,)),
-        ("actorder", order, (None, "weight", "static")),
-    ):
-        if value not in taken:
-            raise Unsupported(
-                f"compressed-tensors' {name} is {value!r}; Switchyard takes "
-                f"{' or '.join(map(repr, taken))}. Quantise the experts so, or serve without "
-                "Switchyard"
-            )
-
-
 def refuse(method: Any, moe_config: Any, quant_config: Any) -> None:
     """Raise `Unsupported` for experts of four bits that would be read as other numbers."""
     form, activation = format_of(method), moe_config.activation.value
@@ -137,7 +118,7 @@ def install() -> None:
         self: Any, weight_quant: Any, input_quant: Any, moe: Any, *more: Any, **named: Any
     ) -> None:
         if hasattr(moe, "switchyard_layer"):
-            refuse_int4(weight_quant)
+            refuse_int4(weight_quant, weight_quant.symmetric)
         original(self, weight_quant, input_quant, moe, *more, **named)
 
     _Int4.__init__ = __init__

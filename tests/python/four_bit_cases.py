@@ -101,6 +101,8 @@ def require_mistakes_seen(case, out, x, ids, weights):
     for mistake, of in MISTAKES.items():
         if (mistake in ONLY_GPT_OSS and not gpt_oss) or (mistake == "no limit" and not limited):
             continue
+        if "scales of w2" in mistake and case.w2.scale.shape[2] == 1:
+            continue  # a row has one group, and none to be taken for it
         matrices, changed = of(case)
         given = {"activation": case.activation, "biases": case.biases} | changed
         wrong = experts(x, *matrices, ids, weights, given["activation"], given["biases"])

@@ -2,7 +2,7 @@
 test_sglang_four_bit.py, which starts this in a process of its own, because SGLang's settings are made
 once a process.
 
-    sglang_layers.py gpt-oss|gpt-oss-tp|deepseek-v4|refusals
+    sglang_layers.py gpt-oss|gpt-oss-tp|deepseek-v4|int4|int4-128|refusals
 """
 
 import json
@@ -29,7 +29,7 @@ from four_bit_cases import (
     require_as_exact_as_torch,
     require_mistakes_seen,
 )
-from reference import Packed, error
+from reference import Packed, as_words, error
 
 CONFIG = {
     "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_size": H,
@@ -138,6 +138,34 @@ def deepseek_v4(limit=10.0, **more):
     return Case(layer, w13, w2, (None, None, None), switchyard.Activation(limit=limit))
 
 
+def compressed(group=32, weights={}, **more):
+    """compressed-tensors' pack-quantized INT4, as Kimi-K2-Thinking has it."""
+    from sglang.srt.layers.quantization.compressed_tensors import compressed_tensors
+
+    args = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": group}
+    groups = {"targets": ["Linear"], "weights": args | weights, "input_activations": None}
+    config = compressed_tensors.CompressedTensorsConfig.from_config(
+        {
+            "quant_method": "compressed-tensors",
+            "format": "pack-quantized",
+            "ignore": [],
+            "config_groups": {"group_0": groups},
+        }
+    )
+    layer = fused_moe(quant_config=config, prefix="model.layers.0.mlp.experts", **more)
+    w13, w2 = Packed("int4", 2 * I, H, group, count=E), Packed("int4", H, I, group, count=E)
+    for suffix, first, second in (
+        ("weight_packed", as_words(w13.bytes), as_words(w2.bytes)),
+        ("weight_scale", w13.scale, w2.scale),
+    ):
+        gate, up = first.chunk(2, dim=1)
+        for shard, name, tensor in (("w1", "w13", gate), ("w3", "w13", up), ("w2", "w2", second)):
+            for e in range(E):
+                name_of = f"{name}_{suffix}"
+                load(getattr(layer, name_of), tensor[e], name_of, shard, e)
+    return Case(layer, w13, w2, (None, None, None), switchyard.Activation())
+
+
 def processed(case):
     case.layer.quant_method.process_weights_after_loading(case.layer)
     return case
@@ -163,12 +191,17 @@ def check(make):
     processed(case)
     after = {name: (tensor.data_ptr(), tensor.dtype) for name, tensor in layer.named_parameters()}
     assert before == after, (before, after)
-    assert layer.w13_weight.element_size() == 1
-    assert torch.equal(layer.w13_weight.data.view(torch.uint8), case.w13.bytes)
-    scale = (
-        layer.w2_weight_scale if hasattr(layer, "w2_weight_scale") else layer.w2_weight_scale_inv
-    )
-    assert torch.equal(scale.data.view(torch.uint8), case.w2.scale)
+    if case.w13.form == "int4":
+        weight = layer.w13_weight_packed.data.transpose(1, 2)
+        scale = layer.w2_weight_scale.data.transpose(1, 2)
+    else:
+        fp8 = hasattr(layer, "w2_weight_scale_inv")
+        weight = layer.w13_weight.data
+        scale = (layer.w2_weight_scale_inv if fp8 else layer.w2_weight_scale).data
+    assert torch.equal(weight.view(torch.uint8), case.w13.bytes)
+    stored = case.w2.scale.flatten().view(torch.uint8)
+    assert torch.equal(scale.flatten().view(torch.uint8), stored)
+    assert weight.data_ptr() == layer.quant_method.runner.binding._addresses[0]
     given = batch()
     require_as_exact_as_torch(case, run(case, *given), *given)
     if case.biases[0] is not None:
@@ -208,29 +241,37 @@ def refusals():
     case = deepseek_v4()
     case.layer.w2_weight_scale_inv.data.view(torch.uint8)[1, 3, 2] = 255
     refused(InvalidArgument, "experts[1].down's scale of row 3", lambda: processed(case))
+    for weights, text in (
+        ({"symmetric": False}, "symmetric is False"),
+        ({"group_size": 64}, "group_size is 64"),
+        ({"num_bits": 8}, "num_bits is 8"),
+        ({"strategy": "channel", "group_size": None}, "strategy is 'channel'"),
+    ):
+        refused(Unsupported, f"compressed-tensors' {text}; ", lambda: compressed(weights=weights))
+    refused(Unsupported, "INT4 and have biases", lambda: compressed(with_bias=True))
     setting = _sglang_runner.setting
     _sglang_runner.setting = lambda name, default=None: name == "enable_eplb" or setting(
         name, default
     )
-    for make in (deepseek_v4, gpt_oss):
+    for make in (deepseek_v4, gpt_oss, compressed):
         refused(Unsupported, "--enable-eplb moves experts", make)
 
 
 def main():
     torch.manual_seed(0)
     serve()
-    what = sys.argv[1]
-    if what == "refusals":
+    makers = {
+        "gpt-oss": gpt_oss,
+        # As gpt-oss' columns on a rank of four, 2880 / 4, these are no whole groups.
+        "gpt-oss-tp": lambda: gpt_oss(columns=80),
+        "deepseek-v4": deepseek_v4,
+        "int4": compressed,
+        "int4-128": lambda: compressed(group=128),
+    }
+    if sys.argv[1] == "refusals":
         refusals()
     else:
-        # The columns of gpt-oss' last rank of four, 2880 / 4, cut through a group, too.
-        check(
-            {
-                "gpt-oss": gpt_oss,
-                "gpt-oss-tp": lambda: gpt_oss(columns=80),
-                "deepseek-v4": deepseek_v4,
-            }[what]
-        )
+        check(makers[sys.argv[1]])
     print("agrees")
 
 

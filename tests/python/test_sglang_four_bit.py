@@ -1,5 +1,5 @@
-"""SGLang's FusedMoE with gpt-oss' and DeepSeek-V4's experts in MXFP4 on the CPU engine, where SGLang
-(0.5.16, 0.5.23) can be imported: loaded by SGLang's own loaders, beside fp64. No GPU is used, and no
+"""SGLang's FusedMoE with experts in MXFP4, of gpt-oss and DeepSeek-V4, and in INT4 on the CPU engine,
+where SGLang (0.5.16, 0.5.23) can be imported: loaded by SGLang's own loaders, beside fp64. No GPU is used, and no
 server is started.
 """
 
@@ -13,7 +13,7 @@ pytest.importorskip("torch")
 from conftest import ROOT, python
 
 
-@pytest.mark.parametrize("what", ["gpt-oss", "gpt-oss-tp", "deepseek-v4", "refusals"])
+@pytest.mark.parametrize("what", ["gpt-oss", "gpt-oss-tp", "deepseek-v4", "int4", "int4-128", "refusals"])
 def test_experts_of_four_bits(what):
     if importlib.util.find_spec("sglang") is None:
         pytest.skip(

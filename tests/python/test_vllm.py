@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch")
 import switchyard.vllm as plugin
 import reference
 from conftest import ROOT, installed, python
-from reference import error, experts, fill_with_fp8, routing
+from reference import Packed, error, experts, fill_with_fp8, routing
 from switchyard import Activation, InvalidArgument, Unsupported
 from switchyard._serving import Binding, Options, local_ids, nccl_ctas, refuse_too_few_sms
 from vllm_ranks import one_rank
@@ -216,6 +216,21 @@ def test_a_reload_reaches_what_calls_nothing():
     fresh = Binding(Options(), activation=Activation(), order="gate_up", top_k=K, max_tokens=T)
     fresh.weights_loaded(w13, w2, w13_scale=s13_new, w2_scale=s2_new)
     assert error(after, fresh.experts(x, ids, weights).double()) < 1e-6 < error(after, before.double())
+
+
+def test_a_reload_of_packed_weights_reaches_the_bound_ones():
+    """A layer on a GPU has a copy of four bits, too, which must follow what a server loads elsewhere."""
+    x, (ids, weights) = torch.randn(T, H), routing(T, E, K)
+    binding = Binding(
+        Options(), activation=Activation(), order="gate_up", top_k=K, max_tokens=T, weight_format="mxfp4"
+    )
+    first, second = ([Packed("mxfp4", 2 * I, H, count=E), Packed("mxfp4", H, I, count=E)] for _ in range(2))
+    for w13, w2 in (first, second):
+        binding.weights_loaded(w13.bytes, w2.bytes, w13_scale=w13.scale, w2_scale=w2.scale)
+        expected = experts(x, *w13.exact.chunk(2, dim=1), w2.exact, ids, weights, Activation())
+        assert error(binding.experts(x, ids, weights), expected) < BF16_ERROR
+    assert binding.reads(first[0].bytes) and binding.reads(first[1].scale) and not binding.reads(second[0].bytes)
+    assert torch.equal(first[0].bytes, second[0].bytes)
 
 
 def test_layers_of_one_form_share_memory(monkeypatch):
