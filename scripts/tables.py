@@ -22,6 +22,7 @@ from result_tables.layers import (
     astero_table,
     comparisons_table,
     cpu_table,
+    four_bit_table,
     gpu_table,
     products_table,
     ranks_table,
@@ -73,6 +74,7 @@ def parts():
             "one_gpu_fp8", "One {card}, FP8, gate, quantisation and combine included.", FP8_SCALES
         )),
         "one_gpu_fp8_more": for_each_card("one_gpu_fp8_more.json", lambda: gpu_table("one_gpu_fp8_more", "One {card}, FP8, four models with fewer and larger experts.")),
+        "four_bit": for_each_card("four_bit.json", four_bit_table),
         "products": products_table(),
         "grouped": for_each_card("grouped.json", lambda: grouped_table("grouped.json")),
         "grouped_quack": for_each_card("grouped_quack.json", lambda: grouped_table("grouped_quack.json")),

@@ -34,9 +34,10 @@ struct Schedule {
 
 // The same for a grouped GEMM on a GPU.
 struct GroupedSchedule {
-  // The most token rows of a tile: a multiple of 16, up to 256 in bf16; 64 or 128 in FP8. An
-  // expert's rows are cut into tiles of about the same height. The rule: 256 in bf16. In FP8 128,
-  // or 64 where blocks stand alone and all tasks then find a block at once.
+  // The most token rows of a tile: a multiple of 16, up to 256 in bf16 and up to 224 with four-bit
+  // weights; 64 or 128 in FP8. An expert's rows are cut into tiles of about the same height. The
+  // rule: the most. In FP8 128, or 64 where blocks stand alone and all tasks then find a block at
+  // once.
   std::optional<int> tile_rows{};
   // The most stages of 64 columns (bf16) of a tile's weights and tokens that a block has in shared
   // memory at a time: 2 to 12. Fewer if they do not fit: 4 of tiles of 256 rows. Not in FP8, where

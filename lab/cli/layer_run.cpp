@@ -72,10 +72,13 @@ DType compute_of(const LayerRunOptions& options, const MoeWeights& weights) {
 }
 
 // Chooses the GPUs if there is one per rank and no option or type suits the CPU only.
-Backend default_backend(const LayerRunOptions& options, bool has_four_bit_experts, int ranks,
+Backend default_backend(const LayerRunOptions& options, const run::Source& source, int ranks,
                         int rank) {
-  const bool suits = options.ranks.threads == 0 && options.ranks.compute != DType::kF32 &&
-                     !has_four_bit_experts;  // no kernel takes them yet
+  // Kernels multiply four-bit experts with tokens in bf16, and have no shared expert beside them.
+  const bool takes_experts = !is_four_bit(source.dtype) || (options.ranks.compute == DType::kBF16 &&
+                                                            source.spec.shared_intermediate == 0);
+  const bool suits =
+      options.ranks.threads == 0 && options.ranks.compute != DType::kF32 && takes_experts;
   const int num_devices = gpu::device_count();
   if (suits && ranks <= num_devices && gpu::device_info(rank % num_devices).runs_our_kernels()) {
     return Backend::kCuda;
@@ -187,8 +190,8 @@ LayerRun run_layer(LayerRunOptions& options, bool show_progress) {
   require_used(options, run);
   options.ranks.compute = compute_of(options, run.source.weights);
   options.ranks.backend = options.backend ? *options.backend
-                                          : default_backend(options, is_four_bit(run.source.dtype),
-                                                            ranks, as_process ? launched->rank : 0);
+                                          : default_backend(options, run.source, ranks,
+                                                            as_process ? launched->rank : 0);
   if (options.batch.input.empty()) {
     require_memory(options.batch.tokens, run.source.spec, value_type(options.ranks.compute),
                    options.ranks.backend);

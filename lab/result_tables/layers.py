@@ -82,6 +82,26 @@ def gpu_table(suite, title, note=""):
     return "\n".join(lines + ["", gpu_provenance(rows)])
 
 
+def four_bit_table():
+    """Layers of four-bit experts, a table for each model, beside the fastest of the rivals at each point."""
+    rows = load("four_bit.json")
+    if not rows:
+        return NOT_MEASURED
+    lines = [f"**One {short_card(rows)}, weights of four bits, tokens in bf16, routing given.** {gpu_summary(rows)} "
+             f"{gpu_method(rows)}"]
+    layers = {}
+    for row in rows:
+        layers.setdefault((describe_layer(row), row["weights"]), []).append(row)
+    heads = ["tokens", "time µs", "floor / time", "TFLOP/s", "TB/s of weights", "fastest rival", "its µs", "speed-up"]
+    for (layer, weights), of_layer in layers.items():
+        cells = []
+        for row in sorted(of_layer, key=lambda row: row["tokens_per_rank"]):
+            rival = [row["rival"], microseconds(row["rival_us"]), f"{gain_of(row):.2f}×"] if row["rival_us"] else ["–"] * 3
+            cells.append([str(row["tokens_per_rank"]), microseconds(row["median_us"]), *rate_cells(row), *rival])
+        lines += ["", f"{layer}, {'MXFP4' if weights == 'mxfp4' else 'INT4'}", "", *table(heads, cells)]
+    return "\n".join(lines + ["", gpu_provenance(rows)])
+
+
 def products_points():
     """[(compute, tokens)] that all three files have, and {point: row} of each file; or None."""
     files = [load(name) for name in ("products.json", "products_cold.json", "deepgemm.json")]

@@ -63,8 +63,8 @@ class GroupedSchedule:
     Parameters
     ----------
     tile_rows : int, optional
-        The most token rows of a tile: a multiple of 16 up to 256 in bf16; 64 or 128 in FP8. The rule:
-        256 and 128.
+        The most token rows of a tile: a multiple of 16, up to 256 in bf16 and up to 224 with four-bit
+        weights; 64 or 128 in FP8. The rule: the most.
     stages : int, optional
         The most stages of 64 columns that a block has in shared memory at a time: 2 to 12, fewer if
         they do not fit. Not in FP8. The rule: 12.

@@ -45,8 +45,15 @@ void expect_counted(const LayerSpec& spec, const Batch& batch, const BatchResult
   EXPECT_EQ(result.stats[0].tokens, static_cast<std::uint64_t>(batch.x.rows()));
 }
 
-void expect_accurate_everywhere(const LayerSpec& spec, bool fp8, bool with_empty = false) {
-  const MoeWeights w = fp8 ? fp8_weights(spec) : make_weights(spec, DType::kBF16, 3);
+MoeWeights weights_in(const LayerSpec& spec, DType type) {
+  return type == kFp8 ? fp8_weights(spec) : make_weights(spec, type, 3);
+}
+// The multiple that the type wants of rows and columns.
+int unit_of(DType type) { return is_four_bit(type) ? 32 : type == kFp8 ? 16 : 8; }
+
+void expect_accurate_everywhere(const LayerSpec& spec, DType type, bool with_empty = false) {
+  const bool fp8 = type == kFp8;
+  const MoeWeights w = weights_in(spec, type);
   DeviceLayer layer(spec, w, kMostTokens);
   double distances = 0;
   for (int tokens = 1; tokens <= kMostTokens; ++tokens) {
@@ -69,42 +76,57 @@ void expect_accurate_everywhere(const LayerSpec& spec, bool fp8, bool with_empty
   }
 }
 
-class GpuFewTokens : public OnGpu<::testing::TestWithParam<bool>> {};
-INSTANTIATE_TEST_SUITE_P(Types, GpuFewTokens, ::testing::Bool(),
-                         [](const auto& type) { return type.param ? "Fp8" : "Bf16"; });
+class GpuFewTokens : public OnGpu<::testing::TestWithParam<DType>> {
+ protected:
+  // Of about this shape, which all types take.
+  static LayerSpec spec(int hidden, int intermediate, int num_experts, int top_k) {
+    const int unit = unit_of(GetParam());
+    return spec_of(protocol::round_up(hidden, unit), protocol::round_up(intermediate, unit),
+                   num_experts, top_k);
+  }
+};
+INSTANTIATE_TEST_SUITE_P(Types, GpuFewTokens,
+                         ::testing::Values(DType::kBF16, kFp8
+#ifdef SWITCHYARD_FOUR_BIT_KERNELS
+                                           ,
+                                           DType::kF4E2M1, DType::kU4
+#endif
+                                           ),
+                         [](const auto& type) {
+                           return type.param == kFp8             ? "Fp8"
+                                  : type.param == DType::kF4E2M1 ? "Mxfp4"
+                                  : type.param == DType::kU4     ? "Int4"
+                                                                 : "Bf16";
+                         });
 
 TEST_P(GpuFewTokens, EveryShape) {
   for (const int top_k : {1, 2, 8}) {
     for (const auto& [hidden, intermediate] :
          {std::pair{16, 16}, {200, 24}, {584, 360}, {72, 2056}, {2048, 136}, {1032, 128}}) {
-      // FP8 has matrices of whole 16 bytes.
-      const int unit = GetParam() ? 16 : 8;
-      expect_accurate_everywhere(spec_of(protocol::round_up(hidden, unit),
-                                         protocol::round_up(intermediate, unit), 12, top_k),
-                                 GetParam());
+      expect_accurate_everywhere(spec(hidden, intermediate, 12, top_k), GetParam());
     }
   }
 }
 
 // In the sanitizer's list.
 TEST_P(GpuFewTokens, SanitizeOddShape) {
-  LayerSpec spec = spec_of(208, 48, 5, 2);
-  spec.expert_bias = true;
-  expect_accurate_everywhere(spec, GetParam(), true);
+  LayerSpec odd = spec(208, 48, 5, 2);
+  odd.expert_bias = true;
+  expect_accurate_everywhere(odd, GetParam(), true);
 }
 
 TEST_P(GpuFewTokens, EveryActivationWithBiases) {
   for (int kind = 0; kind <= static_cast<int>(ActivationKind::kIdentity); ++kind) {
     for (const bool gated : {true, false}) {
-      LayerSpec spec = spec_of(320, 208, 6, 2);
-      spec.activation.kind = static_cast<ActivationKind>(kind);
-      spec.activation.gated = gated;
-      spec.expert_bias = true;
+      LayerSpec any = spec(320, 208, 6, 2);
+      any.activation.kind = static_cast<ActivationKind>(kind);
+      any.activation.gated = gated;
+      any.expert_bias = true;
       SCOPED_TRACE(::testing::Message() << "kind " << kind << " gated " << gated);
-      expect_accurate_everywhere(spec, GetParam());
+      expect_accurate_everywhere(any, GetParam());
     }
   }
-  LayerSpec clamped = spec_of(320, 208, 6, 2);
+  LayerSpec clamped = spec(320, 208, 6, 2);
   clamped.activation.alpha = 1.702f;
   clamped.activation.limit = 1;
   clamped.activation.up_bias = 1;
@@ -112,9 +134,9 @@ TEST_P(GpuFewTokens, EveryActivationWithBiases) {
 }
 
 TEST_P(GpuFewTokens, EmptySlots) {
-  expect_accurate_everywhere(spec_of(320, 272, 16, 4), GetParam(), true);
-  const LayerSpec spec = spec_of(320, 272, 16, 4);
-  DeviceLayer layer(spec, GetParam() ? fp8_weights(spec) : make_weights(spec, DType::kBF16), 8);
+  const LayerSpec spec = GpuFewTokens::spec(320, 272, 16, 4);
+  expect_accurate_everywhere(spec, GetParam(), true);
+  DeviceLayer layer(spec, weights_in(spec, GetParam()), 8);
   for (const int tokens : {1, 8}) {
     Batch none = given_batch(spec, tokens, 1);
     for (std::int32_t& id : none.topk_ids) id = kNoExpert;
@@ -123,8 +145,8 @@ TEST_P(GpuFewTokens, EmptySlots) {
 }
 
 TEST_P(GpuFewTokens, ScalesTheOutputAndRefusesBadIds) {
-  const LayerSpec spec = spec_of(320, 272, 16, 4);
-  DeviceLayer layer(spec, GetParam() ? fp8_weights(spec) : make_weights(spec, DType::kBF16), 8);
+  const LayerSpec spec = GpuFewTokens::spec(320, 272, 16, 4);
+  DeviceLayer layer(spec, weights_in(spec, GetParam()), 8);
   Batch batch = given_batch(spec, 3, 1);
   const std::vector<float> once = layer.run(batch, DType::kBF16).output.floats();
   const std::vector<float> twice =
@@ -143,8 +165,8 @@ TEST_P(GpuFewTokens, ScalesTheOutputAndRefusesBadIds) {
 
 // What is not finite stays with its token.
 TEST_P(GpuFewTokens, PoisonStays) {
-  const LayerSpec spec = spec_of(320, 272, 8, 4);
-  DeviceLayer layer(spec, GetParam() ? fp8_weights(spec) : make_weights(spec, DType::kBF16), 8);
+  const LayerSpec spec = GpuFewTokens::spec(320, 272, 8, 4);
+  DeviceLayer layer(spec, weights_in(spec, GetParam()), 8);
   Batch batch = given_batch(spec, 8, 1);
   const std::vector<float> clean = layer.run(batch, DType::kBF16).output.floats();
   batch.x.set(1 * spec.hidden + 3, NAN);
@@ -192,16 +214,16 @@ TEST_F(GpuFewTokensInFp8, SeeRefreshedScales) {
 // Passes of few and of many tokens, of two layers of different shapes in one memory, in one graph
 // that is replayed with other activations.
 TEST_P(GpuFewTokens, TakeTurnsWithLargePassesInGraphs) {
-  const DType type = GetParam() ? kFp8 : DType::kBF16;
+  const DType type = GetParam(), compute = is_four_bit(type) ? DType::kBF16 : type;
   const std::vector<LayerSpec> specs = {spec_of(512, 256, 24, 4), spec_of(256, 768, 12, 8)};
   const std::vector<MoeWeights> weights = {make_weights(specs[0], type, 3),
                                            make_weights(specs[1], type, 4)};
   const Workspace workspace(DeviceLayer::world(), specs,
-                            {.backend = Backend::kCuda, .max_tokens = 64, .compute = type});
+                            {.backend = Backend::kCuda, .max_tokens = 64, .compute = compute});
   std::vector<std::unique_ptr<DeviceLayer>> layers;
   for (std::size_t l = 0; l < 2; ++l) {
     layers.push_back(std::make_unique<DeviceLayer>(
-        specs[l], weights[l], 64, LayerOptions{.workspace = &workspace, .compute = type}));
+        specs[l], weights[l], 64, LayerOptions{.workspace = &workspace, .compute = compute}));
   }
   struct Pass {
     std::size_t layer;

@@ -111,8 +111,9 @@ __global__ void __launch_bounds__(kThreads, 1)
     const Epilogue<Config> epilogue{params.shape,        params.experts,   params.activation,
                                     block.staging.bytes, block.notes.rows, nullptr};
     DenseRows sink{params, epilogue, task};
+    OperandRegisters<false> weights;
     gemm_tile_of(__shfl_sync(~0u, task.units, 0), pipeline, task,
-                 __shfl_sync(~0u, task.k_blocks, 0), false, place, sink);
+                 __shfl_sync(~0u, task.k_blocks, 0), false, place, weights, sink);
     if (!pipeline.goes_on()) atomicAdd(params.failed, 1u);
   }
 }

@@ -82,7 +82,7 @@ TEST(FourBitBox, ScalesAndRows) {
   for (std::uint32_t i = 0; i < 64; ++i) {
     rows.insert(scales_row(i));
     rows.insert(scales_row(i) + 8);
-    // Where load_box_words() of a thread with these rows looks.
+    // Where BoxPlaces of a thread with these rows is.
     const std::uint32_t lane = i / 8 * 32 + i % 8 * 4;
     EXPECT_EQ(fragment_place(lane, 0).row, scales_row(i));
   }

@@ -267,10 +267,11 @@ __global__ void __launch_bounds__(kThreads, 1)
     cutlass::arch::warpgroup_reg_alloc<C::kRegisters.math>();
     const Epilogue<C> epilogue{params, params, params, block.staging.bytes, nullptr, nullptr};
     while (tasks.next(task)) {
+      OperandRegisters<kFourBit<C>> weights;
       RowsSink<C, kGated, kActivates> sink{
           params, call, epilogue, block.rows, block.cut.log2_splits, block.last_part, task};
       gemm_tile_of(__shfl_sync(~0u, task.units, 0), pipeline, task,
-                   __shfl_sync(~0u, task.k_blocks, 0), kMeets, place, sink);
+                   __shfl_sync(~0u, task.k_blocks, 0), kMeets, place, weights, sink);
       if (!pipeline.goes_on()) {
         params.failures->given_up = 1;
         break;

@@ -399,7 +399,7 @@ void Engine::choose_grid() {
         &blocks, function, kernel_.shape.threads, kernel_.shape.shared_bytes));
     blocks_per_sm = std::min(blocks_per_sm, blocks);
   }
-  few_kernel_ = few_kernel(policy().numerics.scaled(), spec_.activation.gated);
+  few_kernel_ = few_kernel(few_numbers(policy().numerics), spec_.activation.gated);
   SWITCHYARD_CUDA(cudaFuncSetAttribute(reinterpret_cast<const void*>(few_kernel_),
                                        cudaFuncAttributeMaxDynamicSharedMemorySize,
                                        static_cast<int>(kMostFewSharedBytes)));
@@ -551,7 +551,7 @@ void Engine::forward(const ForwardInput& input, const ForwardOutput& output) {
   if (small && few_tokens_serve(params_, call, policy())) {
     FewParams few = few_params(params_, call, on_device_.routed, policy());
     config.blockDim = dim3(kFewThreads);
-    config.dynamicSmemBytes = few_shared_bytes(few.operand_bytes, policy().numerics.scaled());
+    config.dynamicSmemBytes = few_shared_bytes(few.operand_bytes, few_numbers(policy().numerics));
     void* arguments[] = {&few};
     const LaunchTurn turn;
     SWITCHYARD_CUDA(

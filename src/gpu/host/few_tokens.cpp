@@ -5,14 +5,23 @@
 namespace switchyard::gpu {
 namespace {
 
-FewWeights describe(const WeightArray& array, const float* scales) {
+FewWeights describe(const WeightArray& array, const float* scales, const std::byte* codes,
+                    const Numerics& numerics) {
   const bool halves = array.halves == 2;
   FewWeights w{};
-  w.data = array.data;
-  w.expert_stride = array.expert_stride;
-  w.row_stride = array.row_stride;
-  w.second = halves ? array.half_stride : 8 * array.row_stride;
-  w.row_bytes = static_cast<std::uint32_t>(array.columns * array.element_bytes);
+  if (numerics.four_bit()) {
+    w.data = codes;
+    w.row_bytes =
+        static_cast<std::uint32_t>(protocol::ceil_div(array.columns, numerics.stage_columns()));
+    w.row_stride = std::int64_t{w.row_bytes} * box_bytes(numerics.weight.storage);
+    w.expert_stride = w.row_stride * protocol::ceil_div(array.halves * array.rows, kTileRows);
+  } else {
+    w.data = array.data;
+    w.expert_stride = array.expert_stride;
+    w.row_stride = array.row_stride;
+    w.second = halves ? array.half_stride : 8 * array.row_stride;
+    w.row_bytes = static_cast<std::uint32_t>(array.columns * array.element_bytes);
+  }
   w.rows = static_cast<std::uint32_t>(array.rows);
   w.tile_rows = halves ? kFewRows / 2 : kFewRows;
   w.more_rows = w.tile_rows - kFewRows / 2;
@@ -27,20 +36,20 @@ FewWeights describe(const WeightArray& array, const float* scales) {
 }  // namespace
 
 bool few_tokens_serve(const LayerParams& layer, const CallParams& call, const PolicyFacts& policy) {
-  return !policy.numerics.four_bit() && layer.heaps.size() == 1 && call.given_ids != nullptr &&
-         !call.gated && call.x_type == DType::kBF16 && call.y_type == DType::kBF16 &&
-         !call.accumulate && call.capacity == kNoCapacity && layer.cells_per_token == layer.top_k &&
+  return layer.heaps.size() == 1 && call.given_ids != nullptr && !call.gated &&
+         call.x_type == DType::kBF16 && call.y_type == DType::kBF16 && !call.accumulate &&
+         call.capacity == kNoCapacity && layer.cells_per_token == layer.top_k &&
          !layer.weight_on_input && layer.ring.words == nullptr && call.trace.records == nullptr &&
          few_tokens_fit(
              call.tokens, layer.top_k, layer.hidden, layer.routed.intermediate,
-             policy.numerics.scaled(),
+             few_numbers(policy.numerics),
              layer.routed.gemm1_rows > static_cast<std::uint32_t>(layer.routed.intermediate));
 }
 
 FewParams few_params(const LayerParams& layer, const CallParams& call, const DeviceFfn& experts,
                      const PolicyFacts& policy) {
   const FfnParams& ffn = layer.routed;
-  const bool scaled = policy.numerics.scaled();
+  const FewNumbers numbers = few_numbers(policy.numerics);
   const auto top_k = static_cast<std::uint32_t>(layer.top_k);
   FewParams few{};
   static_cast<WaitParams&>(few) = layer;
@@ -53,13 +62,13 @@ FewParams few_params(const LayerParams& layer, const CallParams& call, const Dev
   few.num_routed = static_cast<std::uint32_t>(layer.num_routed);
   few.num_experts = static_cast<std::uint32_t>(layer.num_experts);
   few.place_of = layer.place_of;
-  few.weights[0] = describe(experts.gemm1(), ffn.gemm1_scales);
-  few.weights[1] = describe(experts.gemm2(), ffn.gemm2_scales);
-  few.operands[0] = FewOperand::of(call.tokens, static_cast<std::uint32_t>(layer.hidden), scaled);
+  few.weights[0] = describe(experts.gemm1(), ffn.gemm1_scales, ffn.gemm1_boxes, policy.numerics);
+  few.weights[1] = describe(experts.gemm2(), ffn.gemm2_scales, ffn.gemm2_boxes, policy.numerics);
+  few.operands[0] = FewOperand::of(call.tokens, static_cast<std::uint32_t>(layer.hidden), numbers);
   few.operands[1] =
-      FewOperand::of(call.tokens * top_k, static_cast<std::uint32_t>(ffn.intermediate), scaled);
+      FewOperand::of(call.tokens * top_k, static_cast<std::uint32_t>(ffn.intermediate), numbers);
   few.h_stages = Divisor::of(few.operands[1].stages);
-  few.operand_bytes = few_operand_bytes(few.operands[0], few.operands[1], scaled);
+  few.operand_bytes = few_operand_bytes(few.operands[0], few.operands[1], numbers);
   few.more_of_first = ffn.more_of_first;
   few.more_of_second = ffn.more_of_second;
   few.gate_scale = ffn.gate_scale;

@@ -7,6 +7,7 @@
 #include <cstddef>
 #include <limits>
 #include <string>
+#include <string_view>
 
 #include "base/printable.h"
 #include "gpu/grouped/limits.h"
@@ -82,7 +83,7 @@ std::vector<std::uint32_t> balanced_rows(int num_experts, std::int64_t rows) {
 }  // namespace
 
 GroupedCut cut_of(const GroupedSchedule& schedule, const CutFacts& facts) {
-  const auto refuse_value = [](const char* name, int value, const char* use) {
+  const auto refuse_value = [](const char* name, int value, std::string_view use) {
     refuse(fmt::format("schedule.{} is {}; use {}", name, value, use));
   };
   GroupedCut cut{facts.tile, kMaxStages, 1u << 20, 0};
@@ -90,7 +91,8 @@ GroupedCut cut_of(const GroupedSchedule& schedule, const CutFacts& facts) {
     const int most = cut.tile.max_height;
     if (facts.scaled ? *rows != most && *rows != most / 2
                      : *rows < static_cast<int>(kUnitRows) || *rows > most || *rows % 16 != 0) {
-      refuse_value("tile_rows", *rows, facts.scaled ? "64 or 128" : "a multiple of 16 up to 256");
+      refuse_value("tile_rows", *rows,
+                   facts.scaled ? "64 or 128" : fmt::format("a multiple of 16 up to {}", most));
     }
     cut.tile.max_height = *rows;
     cut.tile.granule = std::min(cut.tile.granule, *rows);

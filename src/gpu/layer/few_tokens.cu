@@ -15,6 +15,7 @@
 #include "gpu/ptx/mma.cuh"
 #include "gpu/route/choose.cuh"
 #include "gpu/tile/activation.cuh"
+#include "gpu/tile/fragments.cuh"
 #include "gpu/tile/quantize.cuh"
 
 namespace switchyard::gpu {
@@ -40,15 +41,20 @@ struct Cursor {
   std::uint32_t left = 0;             // stages of the job
 };
 
-template <bool kScaled, bool kGated>
+template <FewNumbers kNumbers, bool kGated>
 struct Few {
+  static constexpr bool kScaled = kNumbers == FewNumbers::kFp8, kFourBit = few_four_bit(kNumbers);
+  // The type of four-bit weights; of others it is not used.
+  static constexpr DType kStored = kNumbers == FewNumbers::kInt4 ? DType::kU4 : DType::kF4E2M1;
+  using Box = FewBox<kStored>;
+
   const FewParams& p;
   FewStorage& block;
   std::uint32_t operand, ring, sums;  // addresses in shared memory; the ring is the warp's
   const std::uint32_t warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
 
-  static constexpr std::uint32_t kStageBytes = few_stage_bytes(kScaled);
-  static constexpr std::uint32_t kOperandBytes = kFewStageRowBytes * (kScaled ? 2 : 1);
+  static constexpr std::uint32_t kStageBytes = few_stage_bytes(kNumbers);
+  static constexpr std::uint32_t kOperandBytes = 2 * few_stage_columns(kNumbers);
 
   __device__ Lifetime life() const { return {p, block.life}; }
 
@@ -212,7 +218,9 @@ struct Few {
     const std::byte* from;
     std::int64_t fourth, second;  // bytes from `from` to the fourth row, and to the second rows
     const float* scales;
-    std::uint32_t bytes_left;  // bytes of the rows from this lane's on; negative past their end
+    std::uint32_t bytes_left;     // bytes of the rows from this lane's on; negative past their end
+    const std::byte* box_scales;  // what this lane copies of the scales of its box of the stage's
+    std::uint32_t boxes_left;     // of the row
     std::uint32_t stages;
     std::uint32_t to = 0;  // in the ring
 
@@ -227,6 +235,7 @@ struct Few {
       }
       const FewWeights& w = few.p.weights[cursor.gemm];
       const std::int64_t expert = few.block.expert[cursor.expert];
+      if constexpr (kFourBit) return aim_at_boxes(few, w, expert);
       const std::uint32_t row = cursor.tile * w.tile_rows, at = cursor.stage * kFewStageRowBytes;
       fourth = 4 * w.row_stride;
       second = row + w.more_rows < w.rows ? w.second : 0;
@@ -239,29 +248,67 @@ struct Few {
                  ((cursor.tile / 16 * stages + cursor.stage) * 4 + cursor.tile / 8 % 2 * 2);
       }
     }
+    // A tile's 16 rows are a warp's in a box: eight tiles have the same boxes.
+    __device__ __forceinline__ void aim_at_boxes(const Few& few, const FewWeights& w,
+                                                 std::int64_t expert) {
+      const std::uint32_t first = cursor.stage * kFewBoxes, part = cursor.tile % 8;
+      const std::byte* const boxes = w.data + expert * w.expert_stride +
+                                     cursor.tile / 8 * w.row_stride +
+                                     std::size_t{first} * Box::kBytes;
+      from = boxes + part * Box::kCodes + few.lane * Box::kLaneBytes;
+      box_scales = boxes + few.lane / Box::kScaleLanes * Box::kBytes + Box::kScalesAt +
+                   part * Box::kScales + few.lane % Box::kScaleLanes * 16;
+      boxes_left = w.row_bytes - first;
+      stages = few.p.operands[cursor.gemm].stages;
+    }
+    __device__ __forceinline__ void request_boxes(const Few& few) {
+      const std::uint32_t at = few.ring + to;
+#pragma unroll
+      for (std::uint32_t i = 0; i < kFewBoxes; ++i) {
+        const bool exists = i < boxes_left;  // past the row's end there are zeros
+        copy_async(at + i * Box::kPart + few.lane * Box::kLaneBytes,
+                   exists ? from + i * Box::kBytes : from, exists);
+      }
+      const std::uint32_t box = few.lane / Box::kScaleLanes;
+      if (box < kFewBoxes) {
+        const bool exists = box < boxes_left;
+        copy_async(at + box * Box::kPart + Box::kCodes + few.lane % Box::kScaleLanes * 16,
+                   exists ? box_scales : from, exists);
+      }
+      from += kFewBoxes * Box::kBytes;
+      box_scales += kFewBoxes * Box::kBytes;
+      boxes_left -= kFewBoxes;
+    }
+    __device__ __forceinline__ void request_rows(const Few& few) {
+      // (Rows are multiples of 16 bytes.)
+      const bool exists = static_cast<std::int32_t>(bytes_left) > 0;
+      if (!exists) {
+        from = few.p.weights[cursor.gemm].data;
+        fourth = second = 0;
+      }
+      const std::uint32_t vector = few.ring + to + few.lane / 8 * kFewStageRowBytes +
+                                   few.swizzled(few.lane % 8, few.lane / 8);
+      copy_async(vector, from, exists);
+      copy_async(vector + 512, from + fourth, exists);
+      copy_async(vector + 1024, from + second, exists);
+      copy_async(vector + 1536, from + second + fourth, exists);
+      if constexpr (kScaled) {
+        copy_two_words_async(few.ring + to + kFewRows * kFewStageRowBytes + 8 * few.lane, scales);
+        scales += 4;
+      }
+      from += kFewStageRowBytes;
+      bytes_left -= kFewStageRowBytes;
+    }
     // Requests the stream's next stage.
     __device__ __forceinline__ void request(const Few& few) {
       if (!aimed) aim(few);
       aimed = true;
       if (cursor.gemm < 2) {
-        // (Rows are multiples of 16 bytes.)
-        const bool exists = static_cast<std::int32_t>(bytes_left) > 0;
-        if (!exists) {
-          from = few.p.weights[cursor.gemm].data;
-          fourth = second = 0;
+        if constexpr (kFourBit) {
+          request_boxes(few);
+        } else {
+          request_rows(few);
         }
-        const std::uint32_t vector = few.ring + to + few.lane / 8 * kFewStageRowBytes +
-                                     few.swizzled(few.lane % 8, few.lane / 8);
-        copy_async(vector, from, exists);
-        copy_async(vector + 512, from + fourth, exists);
-        copy_async(vector + 1024, from + second, exists);
-        copy_async(vector + 1536, from + second + fourth, exists);
-        if constexpr (kScaled) {
-          copy_two_words_async(few.ring + to + kFewRows * kFewStageRowBytes + 8 * few.lane, scales);
-          scales += 4;
-        }
-        from += kFewStageRowBytes;
-        bytes_left -= kFewStageRowBytes;
         if (++cursor.stage == stages) {
           cursor.stage = 0;
           ++cursor.expert;
@@ -282,11 +329,41 @@ struct Few {
     return (vector ^ row % 2 * 4) * 16;
   }
 
+  // The same for a stage of four-bit weights. A lane's codes of a box are fragments of four
+  // instructions (see FragmentPlace), and so the columns of x are those of a fragment.
+  __device__ __forceinline__ void multiply_boxes(std::uint32_t from, std::uint32_t row,
+                                                 float (&sums)[4]) const {
+    std::uint32_t at = ring + from, column = row + lane % 4 * 4;
+#pragma unroll 1
+    for (std::uint32_t box = 0; box < kFewBoxes; ++box) {
+      BoxWords words{load_shared_vector(at + lane * Box::kLaneBytes), {}};
+      const std::uint32_t scales = at + Box::kCodes + lane / 4 * Box::kScaleBytes;
+      words.scales.x = __float_as_uint(load_shared_float(scales));
+      if constexpr (kNumbers == FewNumbers::kInt4) {
+        words.scales.y = __float_as_uint(load_shared_float(scales + 4));
+      }
+#pragma unroll
+      for (int half = 0; half < kHalves; ++half) {
+        Fragments a;
+        make_fragments<kStored>(words, half, a);
+#pragma unroll
+        for (int step = 0; step < kHalfSteps; ++step) {
+          const std::uint32_t x = column + (half * kHalfSteps + step) * 32;
+          multiply_16x8x16(sums, a[step][0], a[step][1], a[step][2], a[step][3],
+                           __float_as_uint(load_shared_float(x)),
+                           __float_as_uint(load_shared_float(x + 16)));
+        }
+      }
+      at += Box::kPart;
+      column += 2 * Box::kColumns;
+    }
+  }
   // Multiplies a stage that has arrived by a column of each token. `row`: the address of the row of
   // this lane's token. `scales`: the addresses of the scales of the two tokens whose sums it has.
   __device__ __forceinline__ void multiply(std::uint32_t from, std::uint32_t row,
                                            const std::uint32_t (&scales)[2],
                                            float (&sums)[4]) const {
+    if constexpr (kFourBit) return multiply_boxes(from, row, sums);
     float part[4] = {};
     float(&acc)[4] = kScaled ? part : sums;
 #pragma unroll
@@ -522,22 +599,36 @@ struct Few {
   }
 };
 
-template <bool kScaled, bool kGated>
+template <FewNumbers kNumbers, bool kGated>
 __global__ void __launch_bounds__(kFewThreads, 1) few_tokens(const __grid_constant__ FewParams p) {
   extern __shared__ __align__(128) std::byte shared_memory[];
   __shared__ FewStorage block;
+  constexpr std::uint32_t kRingBytes = kFewStages * few_stage_bytes(kNumbers);
   const std::uint32_t operand = shared_address(shared_memory), ring = operand + p.operand_bytes;
-  const Few<kScaled, kGated> few{p, block, operand,
-                                 ring + threadIdx.x / 32 * kFewStages * few_stage_bytes(kScaled),
-                                 ring + kFewWarps * kFewStages * few_stage_bytes(kScaled)};
+  const Few<kNumbers, kGated> few{p, block, operand, ring + threadIdx.x / 32 * kRingBytes,
+                                  ring + kFewWarps * kRingBytes};
   few.run();
+}
+
+template <bool kGated>
+FewKernel few_kernel_of(FewNumbers numbers) {
+  switch (numbers) {
+    case FewNumbers::kFp8:
+      return few_tokens<FewNumbers::kFp8, kGated>;
+    case FewNumbers::kMxfp4:
+      return few_tokens<FewNumbers::kMxfp4, kGated>;
+    case FewNumbers::kInt4:
+      return few_tokens<FewNumbers::kInt4, kGated>;
+    case FewNumbers::kBf16:
+      break;
+  }
+  return few_tokens<FewNumbers::kBf16, kGated>;
 }
 
 }  // namespace
 
-FewKernel few_kernel(bool scaled, bool gated) {
-  return scaled ? (gated ? few_tokens<true, true> : few_tokens<true, false>)
-                : (gated ? few_tokens<false, true> : few_tokens<false, false>);
+FewKernel few_kernel(FewNumbers numbers, bool gated) {
+  return gated ? few_kernel_of<true>(numbers) : few_kernel_of<false>(numbers);
 }
 
 }  // namespace switchyard::gpu

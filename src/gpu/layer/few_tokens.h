@@ -10,6 +10,7 @@
 #include "gpu/pipeline/params.h"
 #include "gpu/pipeline/words.h"
 #include "gpu/route/params.h"
+#include "gpu/tile/config.h"
 #include "gpu/tile/params.h"
 #include "gpu/tokens/params.h"
 #include "switchyard/schedule.h"
@@ -20,13 +21,51 @@ inline constexpr int kFewWarps = 16, kFewThreads = 32 * kFewWarps;
 // The columns of the matrix instruction: each token of the pass has one.
 inline constexpr int kMostFewTokens = 8;
 inline constexpr int kMostFewSlots = 64;
-// Each warp streams 16 rows of weights through a ring of its own, 128 bytes of each row per stage.
+// Each warp streams 16 rows of weights through a ring of its own, 2 KB and their scales per stage.
 // The warps of a block must have about 40 KB of requests under way to keep up with memory, and with
 // one token only five or six of them have work.
 inline constexpr std::uint32_t kFewRows = 16, kFewStages = 4, kFewStageRowBytes = 128;
-// In FP8 a stage also has, for each lane, the scales of both its rows.
-constexpr std::uint32_t few_stage_bytes(bool scaled) {
-  return kFewRows * kFewStageRowBytes + (scaled ? 32 * 8 : 0);
+
+// How a pass of few tokens multiplies: bf16 or FP8 throughout, or weights of four bits with tokens
+// in bf16.
+enum class FewNumbers : std::uint8_t { kBf16, kFp8, kMxfp4, kInt4 };
+constexpr bool few_four_bit(FewNumbers numbers) {
+  return numbers == FewNumbers::kMxfp4 || numbers == FewNumbers::kInt4;
+}
+constexpr FewNumbers few_numbers(const Numerics& of) {
+  if (of.four_bit()) {
+    return of.weight.storage == DType::kU4 ? FewNumbers::kInt4 : FewNumbers::kMxfp4;
+  }
+  return of.scaled() ? FewNumbers::kFp8 : FewNumbers::kBf16;
+}
+
+// A stage of four-bit weights: 16 rows of so many boxes (tile/four_bit.h). The codes of a warp's
+// lanes follow each other in a box, and so do their scales.
+inline constexpr std::uint32_t kFewBoxes = 4;
+template <DType kType>
+struct FewBox : FourBitBox<kType> {
+  using Box = FourBitBox<kType>;
+  static constexpr std::uint32_t kCodes = 32 * Box::kLaneBytes,
+                                 kScales = kFewRows / 2 * Box::kScaleBytes,
+                                 kPart = kCodes + kScales;
+  static constexpr std::uint32_t kScaleLanes = kScales / 16;  // that copy the scales, 16 bytes each
+};
+constexpr std::uint32_t few_stage_bytes(FewNumbers numbers) {
+  switch (numbers) {
+    case FewNumbers::kMxfp4:
+      return kFewBoxes * FewBox<DType::kF4E2M1>::kPart;
+    case FewNumbers::kInt4:
+      return kFewBoxes * FewBox<DType::kU4>::kPart;
+    case FewNumbers::kFp8:  // with the scales of both rows of each lane
+      return kFewRows * kFewStageRowBytes + 32 * 8;
+    case FewNumbers::kBf16:
+      break;
+  }
+  return kFewRows * kFewStageRowBytes;
+}
+constexpr std::uint32_t few_stage_columns(FewNumbers numbers) {
+  if (few_four_bit(numbers)) return kFewBoxes * FourBitBox<DType::kU4>::kColumns;
+  return kFewStageRowBytes / (numbers == FewNumbers::kFp8 ? 1 : 2);
 }
 
 // Divides numbers below 2^31 / count.
@@ -42,25 +81,27 @@ struct Divisor {
 // has all of them. The padding lets eight rows' vectors be read without bank conflicts.
 struct FewOperand {
   std::uint32_t rows, columns;
-  std::uint32_t stages;  // of kFewStageRowBytes of a weight row
+  std::uint32_t stages;  // of few_stage_columns()
   Divisor pieces;        // of 16 columns, of a whole number of stages
   std::uint32_t row_bytes;
 
-  static constexpr FewOperand of(std::uint32_t rows, std::uint32_t columns, bool scaled) {
-    const std::uint32_t stage_columns = kFewStageRowBytes / (scaled ? 1 : 2);
+  static constexpr FewOperand of(std::uint32_t rows, std::uint32_t columns, FewNumbers numbers) {
+    const std::uint32_t stage_columns = few_stage_columns(numbers);
     const std::uint32_t stages = protocol::ceil_div(columns, stage_columns);
-    const std::uint32_t padding = scaled ? 16 : 64;
+    const std::uint32_t padding = numbers == FewNumbers::kBf16 ? 64 : 16;
     return {rows, columns, stages, Divisor::of(stages * stage_columns / 16),
             stages * stage_columns * 2 + padding};
   }
   // In FP8 each row's scales follow the rows.
-  constexpr std::uint32_t bytes(bool scaled) const {
-    return rows * (row_bytes + (scaled ? stages * 4 : 0));
+  constexpr std::uint32_t bytes(FewNumbers numbers) const {
+    return rows * (row_bytes + (numbers == FewNumbers::kFp8 ? stages * 4 : 0));
   }
 };
 
 // The weights of one GEMM, in tiles of 16 rows. Row i of a tile and row i + 8 are `second` bytes
-// apart: the rows of gate and up for the same column of h, or two rows of one matrix.
+// apart: the rows of gate and up for the same column of h, or two rows of one matrix. Of four-bit
+// weights `data` are boxes, row_stride is that of rows of boxes, and row_bytes counts a row's
+// boxes.
 struct FewWeights {
   const std::byte* data;
   std::int64_t expert_stride, row_stride, second;  // bytes
@@ -97,11 +138,12 @@ struct FewParams : WaitParams, ActivationParams, RouteCall, InputCall, OutputCal
 
 // Shared memory: the operand, the rings, and all warps' sums of two tiles in turn. The kernel's
 // other shared memory is less than 2 KB.
-constexpr std::uint32_t few_operand_bytes(const FewOperand& x, const FewOperand& h, bool scaled) {
-  return protocol::round_up(std::max(x.bytes(scaled), h.bytes(scaled)), 128u);
+constexpr std::uint32_t few_operand_bytes(const FewOperand& x, const FewOperand& h,
+                                          FewNumbers numbers) {
+  return protocol::round_up(std::max(x.bytes(numbers), h.bytes(numbers)), 128u);
 }
-constexpr std::uint32_t few_shared_bytes(std::uint32_t operand_bytes, bool scaled) {
-  return operand_bytes + kFewWarps * (kFewStages * few_stage_bytes(scaled) + 2 * 32 * 16);
+constexpr std::uint32_t few_shared_bytes(std::uint32_t operand_bytes, FewNumbers numbers) {
+  return operand_bytes + kFewWarps * (kFewStages * few_stage_bytes(numbers) + 2 * 32 * 16);
 }
 inline constexpr std::uint32_t kMostFewSharedBytes = 225 * 1024;
 
@@ -114,19 +156,20 @@ inline constexpr std::int64_t kMostFewBytes = 202'000'000;
 // Whether the kernel has room for a pass of one rank with the routing given, and is the faster one.
 // Its matrix instruction has columns for eight tokens.
 constexpr bool few_tokens_fit(std::int64_t tokens, int top_k, int hidden, int intermediate,
-                              bool scaled, bool gated) {
+                              FewNumbers numbers, bool gated) {
   if (tokens < 1 || tokens > kMostFewTokens || tokens * top_k > kMostFewSlots) return false;
+  const std::int64_t weights = std::int64_t{hidden} * intermediate * (gated ? 3 : 2);
   const std::int64_t expert_bytes =
-      std::int64_t{hidden} * intermediate * (gated ? 3 : 2) * (scaled ? 1 : 2);
+      weights * few_stage_bytes(numbers) / (kFewRows * few_stage_columns(numbers));
   if (tokens * top_k * expert_bytes > kMostFewBytes) return false;
   const auto rows = static_cast<std::uint32_t>(tokens);
-  const FewOperand x = FewOperand::of(rows, static_cast<std::uint32_t>(hidden), scaled),
+  const FewOperand x = FewOperand::of(rows, static_cast<std::uint32_t>(hidden), numbers),
                    h = FewOperand::of(rows * static_cast<std::uint32_t>(top_k),
-                                      static_cast<std::uint32_t>(intermediate), scaled);
-  return few_shared_bytes(few_operand_bytes(x, h, scaled), scaled) <= kMostFewSharedBytes;
+                                      static_cast<std::uint32_t>(intermediate), numbers);
+  return few_shared_bytes(few_operand_bytes(x, h, numbers), numbers) <= kMostFewSharedBytes;
 }
 
 using FewKernel = void (*)(FewParams);
-FewKernel few_kernel(bool scaled, bool gated);
+FewKernel few_kernel(FewNumbers numbers, bool gated);
 
 }  // namespace switchyard::gpu

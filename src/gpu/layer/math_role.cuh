@@ -97,6 +97,7 @@ __device__ __forceinline__ void math_role(const Pass<P>& pass) {
   TaskReader<P> reader(pass.queue());
   StoredPart<kGated, P> stored(pass.progress(), pass.hidden());
   RingPlace place;
+  OperandRegisters<kFourBit<P>> weights;
   for (;;) {
     pass.trace().math(kFirstTaskRecord + reader.index() + 1, &TraceRecord::ready);
     const TileTask* const task = reader.await();
@@ -126,7 +127,8 @@ __device__ __forceinline__ void math_role(const Pass<P>& pass) {
       // The tile's slot may become free only when the work that was put off is done.
       if (StoredPart<kGated, P>::kExists && task->tile >= pass.layer.h_slots) stored.finish();
       LayerSink<kSilu, kGated, P> sink(pass, *task, first, reader, stored);
-      gemm_tile_of(head >> 3 & 63, pass.pipeline(), *task, head >> 9, kGated && first, place, sink);
+      gemm_tile_of(head >> 3 & 63, pass.pipeline(), *task, head >> 9, kGated && first, place,
+                   weights, sink);
     }
     pass.trace().math(kFirstTaskRecord + reader.index(), &TraceRecord::end);
     if (threadIdx.x == kWarpgroup) protocol::note_progress(*pass.waiter().heaps);

@@ -48,7 +48,7 @@ struct FP8Policy : FP8Tiles, LargePass {
 template <typename Tiles>
 struct FourBitPolicy : Tiles, LargePass {
   static constexpr TileConfig kTile{.weight_rows = kTileRows,
-                                    .token_rows = {128, 32, 16},
+                                    .token_rows = {256, 32, 16},
                                     .stages = kMaxStages,
                                     .orientation = Orientation::kWeightMajor,
                                     .cluster = kPair,
@@ -57,6 +57,7 @@ struct FourBitPolicy : Tiles, LargePass {
   static constexpr std::uint32_t kStagesAhead = 12;
   static constexpr std::uint32_t kCopyVectors = 4;  // the loading warps have few registers
   static constexpr RoleRegisters kRegisters{.loading = 72, .math = 216};
+  static constexpr bool kTiesOperands = true;
   static constexpr int kSmallTokens = 32, kSmallLogits = 6144;
 };
 struct MXFP4Policy : FourBitPolicy<MXFP4Tiles> {};

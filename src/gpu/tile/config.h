@@ -134,6 +134,13 @@ inline constexpr bool kLendsRing = requires {
   requires C::kLendsRing;
 };
 
+// True if the tiles of all heights make the operands of four-bit weights in the same registers; see
+// OperandRegisters.
+template <typename C>
+inline constexpr bool kTiesOperands = requires {
+  requires C::kTiesOperands;
+};
+
 // The contents of a stage of the ring; see pipeline/ring.cuh. A stage has room for tiles of at most
 // `height` tokens. Where math warps are short of registers, it always has room for the highest
 // tile, so that its size is a constant of the kernel.

@@ -16,7 +16,7 @@ namespace switchyard::gpu {
 template <int kTaskBoxes, int N, typename C, typename Sink>
 __device__ __forceinline__ void gemm_tile(const TilePipeline<C>& pipeline, const TileTask& task,
                                           std::uint32_t k_blocks, bool meets, RingPlace& place,
-                                          Sink& sink) {
+                                          OperandRegisters<kFourBit<C>>& weights, Sink& sink) {
   const auto started = [&] { sink.started(); };
   if constexpr (kTaskBoxes != 0) {
     TokenMajorSums<kTaskBoxes> acc;
@@ -25,7 +25,8 @@ __device__ __forceinline__ void gemm_tile(const TilePipeline<C>& pipeline, const
     sink.template finish<kTaskBoxes>(acc);
   } else {
     float acc[N / 2];
-    multiply_weight_major<N>(pipeline, k_blocks, place, math_group(), task.block % 2, started, acc);
+    multiply_weight_major<N>(pipeline, k_blocks, place, math_group(), task.block % 2, started,
+                             weights, acc);
     sink.multiplied();
     sink.template finish<N>(acc);
   }
@@ -35,20 +36,21 @@ __device__ __forceinline__ void gemm_tile(const TilePipeline<C>& pipeline, const
 template <typename C, typename Sink>
 __device__ __forceinline__ void gemm_tile_of(std::uint32_t units, const TilePipeline<C>& pipeline,
                                              const TileTask& task, std::uint32_t k_blocks,
-                                             bool meets, RingPlace& place, Sink& sink) {
+                                             bool meets, RingPlace& place,
+                                             OperandRegisters<kFourBit<C>>& weights, Sink& sink) {
   if constexpr (kTokenMajor<C>) {
     if (units > kInstructionRows / kUnitRows) {
-      gemm_tile<2, 0>(pipeline, task, k_blocks, meets, place, sink);
+      gemm_tile<2, 0>(pipeline, task, k_blocks, meets, place, weights, sink);
     } else {
-      gemm_tile<1, 0>(pipeline, task, k_blocks, meets, place, sink);
+      gemm_tile<1, 0>(pipeline, task, k_blocks, meets, place, weights, sink);
     }
   } else {
     switch (units) {
-#define SWITCHYARD_HEIGHT(height)                                         \
-  case (height) / kUnitRows:                                              \
-    if constexpr ((height) <= C::kTile.max_height()) {                    \
-      gemm_tile<0, height>(pipeline, task, k_blocks, meets, place, sink); \
-    }                                                                     \
+#define SWITCHYARD_HEIGHT(height)                                                  \
+  case (height) / kUnitRows:                                                       \
+    if constexpr ((height) <= C::kTile.max_height()) {                             \
+      gemm_tile<0, height>(pipeline, task, k_blocks, meets, place, weights, sink); \
+    }                                                                              \
     break;
       SWITCHYARD_HEIGHT(16)
       SWITCHYARD_HEIGHT(32)

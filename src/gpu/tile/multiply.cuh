@@ -36,17 +36,18 @@ class Multiplier {
 
   // True if the stage is full. The test costs nothing if it runs a little before the answer is
   // needed.
-  __device__ __forceinline__ bool ready() const {
-    return test_wait(ring_.full_barrier(place_.stage), place_.parity);
+  __device__ __forceinline__ bool ready() const { return ready(place_); }
+  __device__ __forceinline__ bool ready(const RingPlace& place) const {
+    return test_wait(ring_.full_barrier(place.stage), place.parity);
   }
   // Waits for the stage. If the pass was given up, the tile is still finished, with wrong numbers:
   // wgmma must not be in code that some threads may have left. This stage and later ones are then
   // not released: their bytes may arrive late or never, and a stage must not get arrivals for its
   // next use before all arrivals for this one.
-  __device__ __forceinline__ void await_stage(bool ready) {
+  __device__ __forceinline__ void await_stage(bool ready) { await_stage(ready, place_); }
+  __device__ __forceinline__ void await_stage(bool ready, const RingPlace& place) {
     if (__builtin_expect(!ready, 0)) {
-      if (!wait_ring(pipeline_.waiter(), ring_.full_barrier(place_.stage), place_.parity))
-        empty_ = 0;
+      if (!wait_ring(pipeline_.waiter(), ring_.full_barrier(place.stage), place.parity)) empty_ = 0;
     }
     // Gathered tokens were written by ordinary copies; the matrix unit reads through the async
     // proxy.
@@ -88,14 +89,18 @@ class Multiplier {
     }
     cute::warpgroup_commit_batch();
   }
-  // Issues the products of weights in registers with the stage's tokens.
-  __device__ __forceinline__ void issue(const Fragments& weights, float (&sums)[N / 2],
-                                        bool accumulate) const {
-    const std::uint32_t tokens = __reduce_max_sync(~0u, matrix_address(ring_.tokens(place_.stage)));
+  // The address of the stage's tokens, for issue().
+  __device__ __forceinline__ std::uint32_t token_operand() const {
+    return __reduce_max_sync(~0u, matrix_address(ring_.tokens(place_.stage)));
+  }
+  // Issues the products of half a stage's weights, which are in registers, with its tokens.
+  __device__ __forceinline__ void issue(const Fragments& weights, std::uint32_t tokens, int half,
+                                        float (&sums)[N / 2], bool accumulate) const {
     cute::warpgroup_arrive();
 #pragma unroll
-    for (int step = 0; step < kStageSteps; ++step) {
-      multiply<N>(weights[step], swizzled_descriptor(tokens + step * kInstructionBytes / 16), sums,
+    for (int i = 0; i < kHalfSteps; ++i) {
+      const int step = half * kHalfSteps + i;
+      multiply<N>(weights[i], swizzled_descriptor(tokens + step * kInstructionBytes / 16), sums,
                   accumulate || step != 0);
     }
     cute::warpgroup_commit_batch();
@@ -168,42 +173,51 @@ class StageCount {
   bool at_start_ = true;
 };
 
-// The K loop of a weight-major tile with weights of four bits. While a warpgroup makes fragments of
-// a stage's codes, the other's products are under way. It reads the codes before its own products
-// are complete, where the sums leave registers for them. (Making fragments of them there, too,
-// makes the compiler wait for every instruction: 16 more registers that are written while others
-// are read.)
+// The K loop of a weight-major tile with weights of four bits. The operands of half a stage are
+// made while the products of the half before are under way: a register of an operand may be written
+// when its products are complete, and only the newest products are not.
 template <int N, typename C, typename Started>
 __device__ __forceinline__ void multiply_four_bit(const TilePipeline<C>& pipeline,
                                                   std::uint32_t k_blocks, RingPlace& place,
                                                   std::uint32_t group, Started&& started,
+                                                  OperandRegisters<true>& weights,
                                                   float (&acc)[N / 2]) {
   constexpr DType kType = C::kNumerics.weight.storage;
-  constexpr bool kAhead = N <= 224;
   Multiplier<N, Share::kWeightRows, C> stage(pipeline, place, group);
-  const auto fetch = [&] {
-    stage.await_stage(stage.ready());
-    return load_box_words<kType>(stage.ring().weights(place.stage), group);
+  const BoxPlaces<kType> places(group);
+  Fragments &first = weights.half[0], &second = weights.half[1];
+  const auto keep = [go = stage.ring().stages](std::uint32_t& product, std::uint32_t a,
+                                               std::uint32_t b) {
+    multiply_bf16_into(product, a, b, go);
   };
-  Fragments weights;
-  make_fragments<kType>(fetch(), weights);
-  stage.issue(weights, acc, false);
+  stage.await_stage(stage.ready());
   started();
+  BoxWords words = places.load(stage.ring().weights(place.stage));
+  std::uint32_t tokens = stage.token_operand();
+  if constexpr (kTiesOperands<C>) {
+    make_fragments<kType>(words, 0, first, keep);
+    make_fragments<kType>(words, 1, second, keep);
+    stage.issue(first, tokens, 0, acc, false);
+  } else {
+    make_fragments<kType>(words, 0, first);
+    stage.issue(first, tokens, 0, acc, false);
+    make_fragments<kType>(words, 1, second);
+  }
+  stage.issue(second, tokens, 1, acc, true);
   SWITCHYARD_ROLLED
   for (std::uint32_t left = k_blocks; --left != 0;) {
     const std::uint32_t previous = place.stage;
     stage.advance();
-    if constexpr (kAhead) {
-      const BoxWords words = fetch();
-      stage.await_products(acc);
-      stage.release(previous);
-      make_fragments<kType>(words, weights);
-    } else {
-      stage.await_products(acc);
-      stage.release(previous);
-      make_fragments<kType>(fetch(), weights);
-    }
-    stage.issue(weights, acc, true);
+    stage.await_stage(stage.ready());
+    words = places.load(stage.ring().weights(place.stage));
+    tokens = stage.token_operand();
+    cute::warpgroup_wait<1>();
+    make_fragments<kType>(words, 0, first);
+    stage.issue(first, tokens, 0, acc, true);
+    cute::warpgroup_wait<1>();
+    stage.release(previous);
+    make_fragments<kType>(words, 1, second);
+    stage.issue(second, tokens, 1, acc, true);
   }
   stage.await_products(acc);
   stage.release(place.stage);
@@ -216,9 +230,11 @@ template <int N, typename C, typename Started>
 __device__ __forceinline__ void multiply_weight_major(const TilePipeline<C>& pipeline,
                                                       std::uint32_t k_blocks, RingPlace& place,
                                                       std::uint32_t group, std::uint32_t box,
-                                                      Started&& started, float (&acc)[N / 2]) {
+                                                      Started&& started,
+                                                      OperandRegisters<kFourBit<C>>& weights,
+                                                      float (&acc)[N / 2]) {
   if constexpr (kFourBit<C>) {
-    return multiply_four_bit<N>(pipeline, k_blocks, place, group, started, acc);
+    return multiply_four_bit<N>(pipeline, k_blocks, place, group, started, weights, acc);
   }
   Multiplier<N, Share::kWeightRows, C> stage(pipeline, place, group);
   if constexpr (kScaled<C>) {

@@ -42,6 +42,13 @@ struct F16Tiles : BF16Tiles {
 template <DType kStored>
 struct FourBitTiles : BF16Tiles {
   static constexpr Numerics kNumerics{{kStored, DType::kBF16, 32}, {DType::kBF16, DType::kBF16, 0}};
+  static constexpr TileConfig kTile{.weight_rows = kTileRows,
+                                    .token_rows = {224, 32, 16},
+                                    .stages = kMaxStages,
+                                    .orientation = Orientation::kWeightMajor,
+                                    .cluster = kPair,
+                                    .most_log2_split = 0};
+  static constexpr int kSlotRows = kTile.max_height();
 };
 using MXFP4Tiles = FourBitTiles<DType::kF4E2M1>;
 using INT4Tiles = FourBitTiles<DType::kU4>;

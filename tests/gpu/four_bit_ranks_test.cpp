@@ -1,0 +1,71 @@
+// Four-bit experts over ranks on GPUs. Where there are fewer GPUs than ranks, ranks share them.
+#include <gtest/gtest.h>
+
+#include "support/accuracy.h"
+#include "support/device_ranks.h"
+#include "support/layers.h"
+#include "support/ranks.h"
+
+namespace switchyard::testing {
+namespace {
+
+class FourBitsOnRanks : public OnGpu<::testing::TestWithParam<DType>> {};
+INSTANTIATE_TEST_SUITE_P(Types, FourBitsOnRanks, ::testing::Values(DType::kF4E2M1, DType::kU4),
+                         [](const auto& type) {
+                           return type.param == DType::kF4E2M1 ? "Mxfp4" : "Int4";
+                         });
+
+TEST_P(FourBitsOnRanks, EverySkew) {
+  for (const int top_k : {1, 8}) {
+    const LayerSpec spec = spec_of(608, 352, 27, top_k);
+    const MoeWeights w = make_weights(spec, GetParam());
+    for (const int ranks : {2, 4}) {
+      for (const double beta : {1.0, 0.1}) {
+        for (const int tokens : {8, 1500}) {
+          SCOPED_TRACE(::testing::Message() << "top-" << top_k << " on " << ranks << " ranks, beta "
+                                            << beta << ", " << tokens << " tokens");
+          const Batch batch = routed(spec, tokens, beta);
+          expect_accurate(spec, w, batch,
+                          run_on_gpus(spec, w, batch, Shares::even(tokens, ranks), DType::kBF16));
+        }
+      }
+    }
+  }
+}
+
+// Also of ranks without an expert, or without a token.
+TEST_P(FourBitsOnRanks, TheSameBitsHoweverMany) {
+  for (const int experts : {6, 64}) {
+    const LayerSpec spec = spec_of(608, 352, experts, 4);
+    const MoeWeights w = make_weights(spec, GetParam());
+    const Batch batch = routed(spec, 900, 0.9);
+    const BatchResult one = run_on_gpus(spec, w, batch, Shares::even(900, 1), DType::kBF16);
+    expect_accurate(spec, w, batch, one);
+    for (const Shares& shares : {Shares::even(900, 2), Shares::even(900, 5), Shares::even(900, 8),
+                                 Shares::of({0, 900}), Shares::of({700, 0, 0, 200})}) {
+      SCOPED_TRACE(::testing::Message()
+                   << experts << " experts on " << shares.count.size() << " ranks");
+      const BatchResult many = run_on_gpus(spec, w, batch, shares, DType::kBF16);
+      EXPECT_EQ(many.ids, one.ids);
+      EXPECT_TRUE(many.output == one.output);
+    }
+  }
+}
+
+TEST_P(FourBitsOnRanks, WeightsOnInputBiasesAndClamps) {
+  for (const bool on_input : {true, false}) {
+    LayerSpec spec = spec_of(608, 352, 16, 4);
+    spec.expert_bias = true;
+    spec.weight_on_input = on_input;
+    spec.activation.alpha = 1.702f;
+    spec.activation.limit = 1;
+    spec.activation.up_bias = 1;
+    const MoeWeights w = make_weights(spec, GetParam());
+    const Batch batch = routed(spec, 700, 0.8);
+    expect_accurate(spec, w, batch,
+                    run_on_gpus(spec, w, batch, Shares::of({400, 99, 201}), DType::kBF16));
+  }
+}
+
+}  // namespace
+}  // namespace switchyard::testing
