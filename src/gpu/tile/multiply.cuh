@@ -204,19 +204,37 @@ __device__ __forceinline__ void multiply_four_bit(const TilePipeline<C>& pipelin
     make_fragments<kType>(words, 1, second);
   }
   stage.issue(second, tokens, 1, acc, true);
+  // The next stage is looked up a stage ahead and, where the sums leave registers for them, its
+  // codes are loaded then, too. (Behind the last stage these are any bytes, and nobody uses them:
+  // the load is not in a branch, at whose end they would have to be there.)
+  constexpr bool kAhead = kTiesOperands<C> && N <= 64;
+  RingPlace next = place;
+  next.advance(stage.ring().stages);
+  const auto fetch = [&](bool ready) {
+    stage.await_stage(ready, next);
+    words = places.load(stage.ring().weights(next.stage));
+  };
+  bool ready = k_blocks == 1 || stage.ready(next);
+  if constexpr (kAhead) fetch(ready);
   SWITCHYARD_ROLLED
   for (std::uint32_t left = k_blocks; --left != 0;) {
+    if constexpr (!kAhead) fetch(ready);
     const std::uint32_t previous = place.stage;
-    stage.advance();
-    stage.await_stage(stage.ready());
-    words = places.load(stage.ring().weights(place.stage));
+    place = next;
+    next.advance(stage.ring().stages);
+    ready = left == 1 || stage.ready(next);
     tokens = stage.token_operand();
     cute::warpgroup_wait<1>();
     make_fragments<kType>(words, 0, first);
     stage.issue(first, tokens, 0, acc, true);
     cute::warpgroup_wait<1>();
     stage.release(previous);
-    make_fragments<kType>(words, 1, second);
+    const BoxWords current = words;
+    if constexpr (kAhead) {
+      fetch(ready);
+      cute::warpgroup_wait<1>();  // (for the compiler, which has forgotten)
+    }
+    make_fragments<kType>(current, 1, second);
     stage.issue(second, tokens, 1, acc, true);
   }
   stage.await_products(acc);
