@@ -204,21 +204,14 @@ __device__ __forceinline__ void multiply_four_bit(const TilePipeline<C>& pipelin
     make_fragments<kType>(words, 1, second);
   }
   stage.issue(second, tokens, 1, acc, true);
-  // The next stage is looked up a stage ahead and, where the sums leave registers for them, its
-  // codes are loaded then, too. (Behind the last stage these are any bytes, and nobody uses them:
-  // the load is not in a branch, at whose end they would have to be there.)
-  constexpr bool kAhead = kTiesOperands<C> && N <= 64;
   RingPlace next = place;
   next.advance(stage.ring().stages);
-  const auto fetch = [&](bool ready) {
-    stage.await_stage(ready, next);
-    words = places.load(stage.ring().weights(next.stage));
-  };
+  // The next stage is looked up a stage ahead, so the answer is there when it is needed.
   bool ready = k_blocks == 1 || stage.ready(next);
-  if constexpr (kAhead) fetch(ready);
   SWITCHYARD_ROLLED
   for (std::uint32_t left = k_blocks; --left != 0;) {
-    if constexpr (!kAhead) fetch(ready);
+    stage.await_stage(ready, next);
+    words = places.load(stage.ring().weights(next.stage));
     const std::uint32_t previous = place.stage;
     place = next;
     next.advance(stage.ring().stages);
@@ -229,12 +222,7 @@ __device__ __forceinline__ void multiply_four_bit(const TilePipeline<C>& pipelin
     stage.issue(first, tokens, 0, acc, true);
     cute::warpgroup_wait<1>();
     stage.release(previous);
-    const BoxWords current = words;
-    if constexpr (kAhead) {
-      fetch(ready);
-      cute::warpgroup_wait<1>();  // (for the compiler, which has forgotten)
-    }
-    make_fragments<kType>(current, 1, second);
+    make_fragments<kType>(words, 1, second);
     stage.issue(second, tokens, 1, acc, true);
   }
   stage.await_products(acc);
