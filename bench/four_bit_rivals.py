@@ -885,7 +885,7 @@ def join(path, rivals):
         if fastest is None:
             continue
         times = fastest["times_us"]
-        row.update(rival=f"{fastest['rival']} {fastest['version']}", rival_us=fastest["median_us"],
+        row.update(rival=fastest["version"] + (", FP8" if fastest["tokens_in"] == "fp8" else ""), rival_us=fastest["median_us"],
                    rival_p10_us=percentile(times, 0.1), rival_p90_us=percentile(times, 0.9))
     write(path, rows)
 
