@@ -53,6 +53,9 @@ class Options:
     refresh_in_graphs : bool, optional
         Lay out scales and biases anew in every replay of a graph, so that replays see weights that
         were loaded into the same memory. None: where the server is set up for such transfers.
+    release_weights : bool
+        Give up the server's packed weights of four bits once a layer on a GPU has copied them, which
+        halves their memory. They cannot be loaded anew then.
     """
 
     max_tokens: int | None = None
@@ -61,6 +64,7 @@ class Options:
     bad_ids: BadIds = "skip"
     deadline: float = 0.0
     refresh_in_graphs: bool | None = None
+    release_weights: bool = False
 
     @classmethod
     def parse(cls, given: Any, where: str) -> Options:
@@ -90,6 +94,8 @@ def _problem(name: str, value: Any) -> str | None:
         return None if value in ("skip", "raise") else "use 'skip' or 'raise'"
     if name == "refresh_in_graphs":
         return None if value is None or isinstance(value, bool) else "use true or false"
+    if name == "release_weights":
+        return None if isinstance(value, bool) else "use true or false"
     if name == "deadline":
         number = integer or isinstance(value, float)
         return None if number and value >= 0 else "use a number of seconds, 0 or more"
@@ -263,6 +269,8 @@ class Binding:
         self._small: dict[str, Any] = {}
         # Packed w13 and w2, of which a layer on a GPU has a copy in another order.
         self._packed: dict[str, Any] = {}
+        # Whether the server's packed weights were given up: nothing can be made of them again.
+        self._released = False
         _bindings.add(self)
 
     def weights_loaded(self, w13: Any, w2: Any, **small: Any) -> None:
@@ -274,13 +282,33 @@ class Binding:
         """
         if self.experts is None:
             self.bind(w13, w2, **small)
+            if self.options.release_weights and self.weight_format:
+                self._release(w13, w2)
             return
+        self._refuse_released("weights were loaded anew")
         copied = self._small | self._packed
         for name, array in (small | dict(w13=w13, w2=w2)).items():
             bound = copied.get(name)
             if bound is not array and bound is not None and bound.shape == array.shape:
                 bound.data.copy_(array.data)
         self.refresh()
+
+    def _release(self, w13: Any, w2: Any) -> None:
+        if not _shares_memory(w2):
+            raise InvalidArgument(
+                "release_weights is true, but a processor reads the weights where they are; leave it "
+                "out"
+            )
+        self._released = True
+        for array in (w13, w2):
+            array.untyped_storage().resize_(0)
+
+    def _refuse_released(self, what: str) -> None:
+        if self._released:
+            raise Unsupported(
+                f"{what}, but the server's packed weights were given up when the layer was made; "
+                "start without release_weights"
+            )
 
     def reads(self, tensor: Any) -> bool:
         """Whether the layer keeps a copy of this tensor in a layout of its own."""
@@ -302,6 +330,10 @@ class Binding:
         Error
             As `Experts` and ``Experts.rebind`` do.
         """
+        if self._released and self.experts is not None:
+            if tokens > self.max_tokens:
+                self._refuse_released(f"a call has {tokens} tokens, more than max_tokens {self.max_tokens}")
+            return self.experts
         addresses = (w13.data_ptr(), w2.data_ptr()) + tuple(
             0 if array is None else array.data_ptr() for array in small.values()
         )
@@ -323,6 +355,7 @@ class Binding:
 
     def refresh(self) -> None:
         """Lay out anew, at once, what was copied of the weights, also for graphs."""
+        self._refuse_released("weights were updated")
         for experts in (*self._outgrown, self.experts):
             if experts is not None:
                 experts.refresh()

@@ -329,7 +329,7 @@ TEST(ResultRows, KeptFilesAreReadWithoutLoss) {
   std::size_t num_rows = 0;
   for (const char* name : {"one_gpu_bf16", "one_gpu_fp8", "one_gpu_fp8_more", "one_gpu_thesis",
                            "ep_bf16", "ep_fp8", "ep_thesis", "ep_skewed", "thesis", "products",
-                           "products_cold", "scaling", "beside_published"}) {
+                           "products_cold", "scaling", "beside_published", "four_bit"}) {
     const std::string path = std::string(SWITCHYARD_RESULTS) + '/' + name + ".json";
     const std::string text = read_file(path);
     const nlohmann::ordered_json kept = nlohmann::ordered_json::parse(text);
