@@ -159,9 +159,8 @@ inline constexpr std::int64_t kMostFewBytes = 202'000'000;
 constexpr bool few_tokens_fit(std::int64_t tokens, int top_k, int hidden, int intermediate,
                               FewNumbers numbers, bool gated) {
   if (tokens < 1 || tokens > kMostFewTokens || tokens * top_k > kMostFewSlots) return false;
-  const std::int64_t weights = std::int64_t{hidden} * intermediate * (gated ? 3 : 2);
   const std::int64_t expert_bytes =
-      weights * few_stage_bytes(numbers) / (kFewRows * few_stage_columns(numbers));
+      std::int64_t{hidden} * intermediate * (gated ? 3 : 2) * (numbers == FewNumbers::kFp8 ? 1 : 2);
   if (!few_four_bit(numbers) && tokens * top_k * expert_bytes > kMostFewBytes) return false;
   const auto rows = static_cast<std::uint32_t>(tokens);
   const FewOperand x = FewOperand::of(rows, static_cast<std::uint32_t>(hidden), numbers),
