@@ -288,6 +288,11 @@ def runner_made(result: Any, method: Any, layer: Any, moe_runner_config: Any) ->
             "the experts are of INT4 and have biases, for which SGLang makes no parameters; serve "
             "with another --moe-runner-backend"
         )
+    if form == "int4" and options_of().release_weights:
+        raise Unsupported(
+            "release_weights is true, and the experts are of INT4, of whose parameters SGLang's layer "
+            "makes views in each pass; leave it out"
+        )
     if setting("enable_eplb") and (fp8 or form or method.with_bias):
         raise Unsupported(NO_EPLB.format("--enable-eplb"))
     method.runner = SwitchyardRunner(moe_runner_config, form)

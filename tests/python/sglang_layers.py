@@ -5,6 +5,7 @@ once a process.
     sglang_layers.py gpt-oss|gpt-oss-tp|deepseek-v4|int4|int4-128|refusals
 """
 
+import dataclasses
 import json
 import math
 import pathlib
@@ -249,6 +250,10 @@ def refusals():
     ):
         refused(Unsupported, f"compressed-tensors' {text}; ", lambda: compressed(weights=weights))
     refused(Unsupported, "INT4 and have biases", lambda: compressed(with_bias=True))
+    options = _sglang_runner.options_of
+    _sglang_runner.options_of = lambda: dataclasses.replace(options(), release_weights=True)
+    refused(Unsupported, "release_weights is true, and the experts are of INT4", compressed)
+    _sglang_runner.options_of = options
     setting = _sglang_runner.setting
     _sglang_runner.setting = lambda name, default=None: name == "enable_eplb" or setting(
         name, default
