@@ -85,13 +85,14 @@ class GpuFewTokens : public OnGpu<::testing::TestWithParam<DType>> {
                    num_experts, top_k);
   }
 };
-INSTANTIATE_TEST_SUITE_P(Types, GpuFewTokens,
-                         ::testing::Values(DType::kBF16, kFp8
+std::vector<DType> compiled_types() {
+  std::vector<DType> types = {DType::kBF16, kFp8};
 #ifdef SWITCHYARD_FOUR_BIT_KERNELS
-                                           ,
-                                           DType::kF4E2M1, DType::kU4
+  types.insert(types.end(), {DType::kF4E2M1, DType::kU4});
 #endif
-                                           ),
+  return types;
+}
+INSTANTIATE_TEST_SUITE_P(Types, GpuFewTokens, ::testing::ValuesIn(compiled_types()),
                          [](const auto& type) {
                            return type.param == kFp8             ? "Fp8"
                                   : type.param == DType::kF4E2M1 ? "Mxfp4"
