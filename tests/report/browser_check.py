@@ -153,7 +153,9 @@ def files_of_layers(switchyard, results, directory):
 
 def panels_of(rows):
     keys = ["model", "hidden", "intermediate", "experts", "top_k", "dtype", "compute", "ranks", "beta", "routing"]
-    return len({(row["suite"], *(row.get(key) for key in keys)) for row in rows})
+    # Rows of two cards are two panels: the name behind "2 x ", before the first comma.
+    card = lambda row: re.sub(r"^\d+ x ", "", row["machine"]).split(",")[0]
+    return len({(row["suite"], card(row), *(row.get(key) for key in keys)) for row in rows})
 
 
 def ladder_figures(rows):

@@ -4,6 +4,8 @@ const sizes = (row) =>
   `H ${row.hidden}, I ${row.intermediate}, ${row.experts} experts, top-${row.top_k}`;
 const types = (row) =>
   (row.dtype === row.compute ? row.dtype : `${row.dtype} computed in ${row.compute}`);
+// "H200" of "2 x NVIDIA H200, 132 SMs, CUDA 13.0".
+const cardOf = (row) => row.machine.replace(/^\d+ x /, '').replace(/^NVIDIA /, '').split(',')[0];
 const ranksText = (ranks) => (ranks === 1 ? '1 rank' : `${ranks} ranks`);
 
 const overFloor = (row) => (row.floor_us === null ? null : row.median_us / row.floor_us);
@@ -23,13 +25,14 @@ function nameRows(rows) {
   const layers = distinct(rows.map(kinds.at(-1))).length;
   const name = kinds.find((kind) => distinct(rows.map(kind)).length === layers);
   const differs = (of) => distinct(rows.map(of)).length > 1;
-  const [betas, ranks, routings] =
-    [differs((row) => row.beta), differs((row) => row.ranks), differs((row) => row.routing)];
+  const [betas, ranks, routings, cards] = [
+    differs((row) => row.beta), differs((row) => row.ranks), differs((row) => row.routing), differs(cardOf),
+  ];
   for (const row of rows) {
     row.layer = name(row);
     row.variant = [
       ranks ? ranksText(row.ranks) : '', betas ? `β ${row.beta}` : '',
-      routings ? `routing ${row.routing}` : '',
+      routings ? `routing ${row.routing}` : '', cards ? cardOf(row) : '',
     ].filter((text) => text).join(', ');
     row.title = row.variant ? `${row.layer}, ${row.variant}` : row.layer;
   }
