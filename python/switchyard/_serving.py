@@ -15,6 +15,7 @@ from ._activation import Activation
 from ._experts import Experts, workspace_for
 from ._four_bit import WeightFormat
 from ._options import BadIds, Diagnostics, Memory, Numerics, Placement
+from ._values import count_text
 from ._weights import Order
 from ._workspace import Workspace
 from .errors import InvalidArgument, Unsupported
@@ -332,7 +333,9 @@ class Binding:
         """
         if self._released and self.experts is not None:
             if tokens > self.max_tokens:
-                self._refuse_released(f"a call has {tokens} tokens, more than max_tokens {self.max_tokens}")
+                self._refuse_released(
+                    f"a call has {count_text(tokens, 'token')}, more than max_tokens {self.max_tokens}"
+                )
             return self.experts
         addresses = (w13.data_ptr(), w2.data_ptr()) + tuple(
             0 if array is None else array.data_ptr() for array in small.values()
