@@ -78,7 +78,7 @@ void expect_accurate_everywhere(const LayerSpec& spec, DType type, bool with_emp
 
 class GpuFewTokens : public OnGpu<::testing::TestWithParam<DType>> {
  protected:
-  // Of about this shape, which all types take.
+  // Returns a spec of about this shape, rounded up to what the type takes.
   static LayerSpec spec(int hidden, int intermediate, int num_experts, int top_k) {
     const int unit = unit_of(GetParam());
     return spec_of(protocol::round_up(hidden, unit), protocol::round_up(intermediate, unit),

@@ -11,7 +11,7 @@ from switchyard import Activation
 
 E, H, I, K, T = 8, 256, 128, 2, 17
 GPT_OSS = Activation("silu", alpha=1.702, limit=7.0, up_bias=1.0)
-# What a mistake must change at least, as a part of the result. bf16 loses 0.006 or less.
+# The least relative change of the result by a mistake. Rounding to bf16 changes it by 0.006 or less.
 SEEN = 0.05
 
 
@@ -85,7 +85,7 @@ MISTAKES = {
     ),
     "no bias of down": lambda case: (case.matrices(), {"biases": (*case.biases[:2], None)}),
 }  # fmt: skip
-# What a format does not have cannot be mistaken.
+# Only gpt-oss has alpha, an addend of up and biases, so only there can they be mistaken.
 ONLY_GPT_OSS = {
     "another alpha",
     "nothing added to up",

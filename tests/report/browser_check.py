@@ -17,6 +17,9 @@ import subprocess
 import sys
 import tempfile
 
+sys.path.append(str(pathlib.Path(__file__).parents[2] / "bench"))
+from result_rows import card_of
+
 SKIPPED = 77
 # Suites whose rows the repository's results have, and `switchyard report` draws.
 DRAWN = {"one_gpu_bf16", "one_gpu_fp8", "one_gpu_thesis", "ep_bf16", "ep_fp8", "ep_thesis"}
@@ -153,9 +156,7 @@ def files_of_layers(switchyard, results, directory):
 
 def panels_of(rows):
     keys = ["model", "hidden", "intermediate", "experts", "top_k", "dtype", "compute", "ranks", "beta", "routing"]
-    # Rows of two cards are two panels: the name behind "2 x ", before the first comma.
-    card = lambda row: re.sub(r"^\d+ x ", "", row["machine"]).split(",")[0]
-    return len({(row["suite"], card(row), *(row.get(key) for key in keys)) for row in rows})
+    return len({(row["suite"], card_of(row["machine"]), *(row.get(key) for key in keys)) for row in rows})
 
 
 def ladder_figures(rows):

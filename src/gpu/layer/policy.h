@@ -43,17 +43,12 @@ struct FP8Policy : FP8Tiles, LargePass {
   static constexpr int kSmallTokens = 32, kSmallLogits = 3072;
 };
 
-// Weights of four bits take registers on their way to the matrix instruction, which leaves room for
-// the sums of 128 tokens in the layer kernel. (With more the compiler waits for each instruction.)
+// The layer kernel has tiles as high as those of bf16: its tiles of all heights share the registers
+// of the weights, and its loading warps leave the math warps more than GroupedGemm's do.
 template <typename Tiles>
 struct FourBitPolicy : Tiles, LargePass {
-  static constexpr TileConfig kTile{.weight_rows = kTileRows,
-                                    .token_rows = {256, 32, 16},
-                                    .stages = kMaxStages,
-                                    .orientation = Orientation::kWeightMajor,
-                                    .cluster = kPair,
-                                    .most_log2_split = 0};
-  static constexpr int kSlotRows = kTile.max_height();
+  static constexpr TileConfig kTile = BF16Tiles::kTile;
+  static constexpr int kSlotRows = BF16Tiles::kSlotRows;
   static constexpr std::uint32_t kStagesAhead = 12;
   static constexpr std::uint32_t kCopyVectors = 4;  // the loading warps have few registers
   static constexpr RoleRegisters kRegisters{.loading = 72, .math = 216};

@@ -18,15 +18,19 @@ struct PackedTiles {
   static constexpr int kStagedTokens = 16;
 };
 
-// Weight-major tiles of 16 to 256 tokens.
+// A weight-major tile of 16 to `most` tokens.
+constexpr TileConfig weight_major_tile(int most) {
+  return {.weight_rows = kTileRows,
+          .token_rows = {most, 32, 16},
+          .stages = kMaxStages,
+          .orientation = Orientation::kWeightMajor,
+          .cluster = kPair,
+          .most_log2_split = 0};
+}
+
 struct BF16Tiles : PackedTiles {
   static constexpr Numerics kNumerics = Numerics::stored_as(DType::kBF16);
-  static constexpr TileConfig kTile{.weight_rows = kTileRows,
-                                    .token_rows = {256, 32, 16},
-                                    .stages = kMaxStages,
-                                    .orientation = Orientation::kWeightMajor,
-                                    .cluster = kPair,
-                                    .most_log2_split = 0};
+  static constexpr TileConfig kTile = weight_major_tile(256);
   static constexpr int kSlotRows = kTile.max_height();
   static constexpr RoleRegisters kRegisters{.loading = 88, .math = 208};
 };
@@ -37,17 +41,12 @@ struct F16Tiles : BF16Tiles {
   static constexpr Numerics kNumerics = Numerics::stored_as(DType::kF16);
 };
 
-// Weights of four bits times tokens in bf16: the tiles of bf16, whose weights come to the matrix
-// instruction through registers.
+// Weights of four bits times tokens in bf16: the weights come to the matrix instruction through
+// registers, which leaves GroupedGemm's epilogues room for the sums of 224 tokens.
 template <DType kStored>
 struct FourBitTiles : BF16Tiles {
   static constexpr Numerics kNumerics{{kStored, DType::kBF16, 32}, {DType::kBF16, DType::kBF16, 0}};
-  static constexpr TileConfig kTile{.weight_rows = kTileRows,
-                                    .token_rows = {224, 32, 16},
-                                    .stages = kMaxStages,
-                                    .orientation = Orientation::kWeightMajor,
-                                    .cluster = kPair,
-                                    .most_log2_split = 0};
+  static constexpr TileConfig kTile = weight_major_tile(224);
   static constexpr int kSlotRows = kTile.max_height();
 };
 using MXFP4Tiles = FourBitTiles<DType::kF4E2M1>;
