@@ -1,15 +1,17 @@
-"""What the plugins for inference servers have in common: options, refusals, and a layer's binding."""
+"""What the plugins for inference servers have in common: options, refusals, the ranks of expert parallelism,
+and a layer's binding."""
 
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import inspect
 import logging
 import os
 import time
 import weakref
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from ._activation import Activation
 from ._experts import Experts, workspace_for
@@ -18,11 +20,20 @@ from ._options import BadIds, Diagnostics, Memory, Numerics, Placement
 from ._values import count_text
 from ._weights import Order
 from ._workspace import Workspace
-from .errors import InvalidArgument, Unsupported
+from ._world import World
+from .errors import CapacityExceeded, InvalidArgument, Timeout, Unsupported
+
+ExpertParallel = Literal["local", "fused"]
 
 # Where neither NCCL_MAX_CTAS nor NCCL_MAX_NCHANNELS says otherwise. NCCL's own limit is 64 since 2.22,
 # but it takes no more than 32 on machines with NVLink unless it is told to.
 _NCCL_CTAS = 32
+
+# Seconds that ranks of fused expert parallelism wait for each other in a pass, unless a user says otherwise. Servers
+# let ranks meet before each step, but a rank may compile kernels within one.
+FUSED_DEADLINE = 60.0
+# Seconds until all ranks have come when a server starts: some compile or load for many minutes.
+START_DEADLINE = 1800.0
 
 WEIGHTS = (
     "Switchyard takes bf16, fp16 and fp32 weights, FP8 in blocks of 128 x 128, MXFP4 as gpt-oss "
@@ -50,7 +61,10 @@ class Options:
     bad_ids : {"skip", "raise"}
         Servers pad batches with rows of garbage, whose ids must not end the layer.
     deadline : float
-        Seconds; 0: the library's default.
+        Seconds; 0: the library's default, or FUSED_DEADLINE with "fused".
+    expert_parallel : {"local", "fused"}
+        Under expert parallelism: each rank computes its own experts and the server exchanges tokens, or
+        Switchyard does both in one kernel.
     refresh_in_graphs : bool, optional
         Lay out scales and biases anew in every replay of a graph, so that replays see weights that
         were loaded into the same memory. None: where the server is set up for such transfers.
@@ -64,6 +78,7 @@ class Options:
     num_threads: int = 0
     bad_ids: BadIds = "skip"
     deadline: float = 0.0
+    expert_parallel: ExpertParallel = "local"
     refresh_in_graphs: bool | None = None
     release_weights: bool = False
 
@@ -93,6 +108,8 @@ def _problem(name: str, value: Any) -> str | None:
     integer = isinstance(value, int) and not isinstance(value, bool)
     if name == "bad_ids":
         return None if value in ("skip", "raise") else "use 'skip' or 'raise'"
+    if name == "expert_parallel":
+        return None if value in ("local", "fused") else "use 'local' or 'fused'"
     if name == "refresh_in_graphs":
         return None if value is None or isinstance(value, bool) else "use true or false"
     if name == "release_weights":
@@ -199,6 +216,93 @@ def other_signature(expected: Mapping[Any, str]) -> str | None:
     return None
 
 
+class Ranks:
+    """The ranks of a server's expert parallelism, whose layers exchange tokens themselves.
+
+    Made by `of`. Rank r has the experts ``world.own_experts(num_experts)``, and every rank makes the
+    same layers in the same order and calls them in each step, also without a token.
+
+    Attributes
+    ----------
+    world : World
+    group : torch.distributed.ProcessGroup
+    """
+
+    def __init__(self, world: World, group: Any) -> None:
+        self.world = world
+        self.group = group
+        self._met = False
+
+    @staticmethod
+    def of(group: Any, deadline: float = 0.0) -> Ranks:
+        """The ranks of a group, once for all layers of a process. Collective at the first call.
+
+        Parameters
+        ----------
+        group : torch.distributed.ProcessGroup
+            Over gloo.
+        deadline : float
+            Seconds that a pass waits for a rank; 0: FUSED_DEADLINE.
+
+        Raises
+        ------
+        Timeout
+            If a rank does not come within START_DEADLINE.
+        Error
+            As ``World.from_process_group`` does.
+        """
+        found = _ranks.get(group)
+        if found is None:
+            _meet(group)
+            world = World.from_process_group(group, deadline=deadline or FUSED_DEADLINE)
+            found = _ranks[group] = Ranks(world, group)
+        return found
+
+    def meet(self) -> None:
+        """Waits for all ranks before the first pass of all; does nothing afterwards.
+
+        Servers compile between loading and the first pass, and their ranks come minutes apart, which is
+        more than a pass waits.
+        """
+        if not self._met:
+            _meet(self.group)
+            self._met = True
+
+    def refuse_placement(self, num_experts: int, expert_map: Any) -> None:
+        """Raise `Unsupported` unless this rank has the experts that Switchyard takes it to have.
+
+        Parameters
+        ----------
+        num_experts : int
+            Of all ranks, replicas included.
+        expert_map : Tensor [num_experts]
+            The local number of each expert, -1 where another rank has it.
+        """
+        own = self.world.own_experts(num_experts)
+        wanted = [number - own.start if number in own else -1 for number in range(num_experts)]
+        if expert_map.tolist() != wanted:
+            raise Unsupported(
+                f"rank {self.world.rank} of {self.world.size} is not given the experts {own.start} to "
+                f"{own.stop - 1} of {num_experts} in this order; ranks must have neighbouring experts (linear "
+                "placement)"
+            )
+
+
+# By group, which a server keeps until it ends.
+_ranks: dict[Any, Ranks] = {}
+
+
+def _meet(group: Any) -> None:
+    import torch.distributed as dist
+
+    limit = datetime.timedelta(seconds=START_DEADLINE)
+    try:
+        # Unlike barrier() it names the ranks that did not come.
+        dist.monitored_barrier(group, timeout=limit, wait_all_ranks=True)
+    except RuntimeError as error:
+        raise Timeout(f"not all ranks of expert parallelism came within {START_DEADLINE:g} s: {error}") from error
+
+
 # On GPUs layers of one form work in one memory: a server runs one at a time.
 _workspaces: weakref.WeakValueDictionary[Any, Workspace] = weakref.WeakValueDictionary()
 
@@ -248,9 +352,15 @@ class Binding:
         weight_on_input: bool = False,
         weight_format: WeightFormat | None = None,
         refresh_in_graphs: bool = False,
+        ranks: Ranks | None = None,
+        num_experts: int | None = None,
         log: logging.Logger | None = None,
     ) -> None:
+        """`ranks` and `num_experts`, of all ranks: the layer exchanges tokens itself, and takes ids of all
+        ranks' experts. Then `max_tokens` is the most tokens of one rank's call."""
         self.options = options
+        self.ranks = ranks
+        self.num_experts = num_experts
         self.log = log or logging.getLogger(__name__)
         self.activation = activation
         self.order: Order = order
@@ -340,6 +450,12 @@ class Binding:
         addresses = (w13.data_ptr(), w2.data_ptr()) + tuple(
             0 if array is None else array.data_ptr() for array in small.values()
         )
+        if self.ranks is not None and tokens > self.max_tokens:
+            # A larger layer is made by all ranks together, and the others do not know.
+            raise CapacityExceeded(
+                f"a call has {count_text(tokens, 'token')}, more than max_tokens {self.max_tokens} of a layer over "
+                f"{self.ranks.world.size} ranks; set the option max_tokens to what a rank's call may have"
+            )
         if self.experts is None or (tokens > self.max_tokens and self.options.max_tokens is None):
             if self.experts is not None:
                 self._outgrown.append(self.experts)
@@ -374,6 +490,7 @@ class Binding:
             self.activation,
             small.get("w13_bias") is not None,
             self.weight_on_input,
+            None if self.ranks is None else (id(self.ranks), self.num_experts),
         )
         start = time.perf_counter()
         options: dict[str, Any] = dict(
@@ -383,13 +500,18 @@ class Binding:
             order=self.order,
             weight_format=self.weight_format,
             numerics=Numerics(weight_on_input=self.weight_on_input, bad_ids=self.options.bad_ids),
-            placement=Placement(reserved_sms=self.options.reserved_sms, num_threads=self.options.num_threads),
+            placement=Placement(
+                world=None if self.ranks is None else self.ranks.world,
+                num_experts=self.num_experts,
+                reserved_sms=self.options.reserved_sms,
+                num_threads=self.options.num_threads,
+            ),
             diagnostics=Diagnostics(deadline=self.options.deadline),
             **small,
         )
         self._workspace = _workspaces.get(form)
         first = self._workspace is None
-        if first and _shares_memory(w2):
+        if first and (_shares_memory(w2) or self.ranks is not None):
             self._workspace = _workspaces[form] = workspace_for(w13, w2, **options)
         experts = Experts(w13, w2, memory=Memory(self._workspace), **options)
         # Servers load weights as inference tensors, which count no changes, and say when they did:
@@ -412,6 +534,22 @@ def refresh_all() -> None:
     for binding in list(_bindings):
         if binding.experts is not None:
             binding.refresh()
+
+
+def check_passes() -> None:
+    """Raise what a pass over several ranks that has ended failed with; on GPUs it waits for nothing.
+
+    A server calls it when a step's results are there, before it uses them: replays of graphs call no
+    layer, and a pass that was given up leaves rows that mean nothing.
+
+    Raises
+    ------
+    Timeout, Aborted
+        Naming the rank that did not do its part.
+    """
+    for binding in list(_bindings):
+        if binding.ranks is not None and binding.experts is not None:
+            binding.experts.check()
 
 
 def _shares_memory(tensor: Any) -> bool:

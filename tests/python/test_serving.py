@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from conftest import ROOT, python
 from switchyard import Activation, InvalidArgument, Unsupported, _serving
 from switchyard._serving import Binding, Options, refresh_all
 
@@ -84,3 +85,14 @@ def test_a_processor_reads_weights_where_they_are(monkeypatch):
 def test_an_option_that_cannot_be_is_refused(given):
     with pytest.raises(InvalidArgument, match="release_weights is .*use true or false"):
         Options.parse({"release_weights": given}, "options")
+
+
+@pytest.mark.parametrize("given", [1, "engine", None])
+def test_a_kind_of_expert_parallelism_that_is_none_is_refused(given):
+    with pytest.raises(InvalidArgument, match="expert_parallel is .*use 'local' or 'fused'"):
+        Options.parse({"expert_parallel": given}, "options")
+
+
+@pytest.mark.parametrize("what", ["passes", "late"])
+def test_ranks_that_exchange_tokens_themselves(what):
+    assert "agrees" in python(ROOT / "tests/python/serving_ranks.py", what).stdout

@@ -1,0 +1,94 @@
+"""What plugins of servers share under expert parallelism, on processes over gloo.
+
+    serving_ranks.py passes|late
+"""
+
+import datetime
+import pathlib
+import sys
+import tempfile
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+
+import switchyard
+from reference import error, experts, routing
+from switchyard import _serving
+from switchyard._serving import Binding, Options, Ranks
+
+E, H, I, K, T = 7, 64, 32, 2, 9  # experts that two ranks do not share evenly
+
+
+def in_a_group(rank, ranks, rendezvous, body):
+    dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=ranks)
+    torch.manual_seed(0)
+    globals()[body](rank)
+
+
+def passes(rank):
+    ranks = Ranks.of(dist.group.WORLD)
+    assert Ranks.of(dist.group.WORLD) is ranks and ranks.world.rank == rank
+    assert ranks.world.deadline == _serving.FUSED_DEADLINE
+    own = ranks.world.own_experts(E)
+    expert_map = torch.full((E,), -1)
+    expert_map[own.start : own.stop] = torch.arange(len(own))
+    ranks.refuse_placement(E, expert_map)
+    try:
+        ranks.refuse_placement(E, expert_map.roll(1))
+        raise AssertionError("other experts were taken")
+    except switchyard.Unsupported as refusal:
+        assert "linear placement" in str(refusal)
+    w13, w2 = torch.randn(E, 2 * I, H) / H**0.5, torch.randn(E, H, I) / I**0.5
+    mine = w13[own.start : own.stop].clone(), w2[own.start : own.stop].clone()
+
+    def bound():
+        return Binding(
+            Options(num_threads=1), activation=switchyard.Activation(), order="gate_up", top_k=K, max_tokens=T,
+            ranks=ranks, num_experts=E,
+        )
+
+    layers = [bound(), bound()]
+    for layer in layers:
+        layer.weights_loaded(*mine)
+    assert len({layer._workspace for layer in layers}) == 1
+    ranks.meet()
+    for step in range(12):
+        tokens = 0 if step % 3 == 2 * rank else (5 * step + 3 * rank) % (T + 1)
+        x, (ids, weights) = torch.randn(tokens, H), routing(tokens, E, K)
+        ids[::4] = -1
+        for layer in layers:
+            out = layer.bind(*mine, tokens=tokens)(x, ids, weights)
+            _serving.check_passes()
+            expected = experts(x, *w13.chunk(2, 1), w2, ids, weights, switchyard.Activation())
+            assert out.shape == x.shape and (not tokens or error(out, expected) < 1e-5)
+    try:
+        layers[0].bind(*mine, tokens=T + 1)
+        raise AssertionError("more tokens than a layer over ranks has room for")
+    except switchyard.CapacityExceeded as refusal:
+        assert f"more than max_tokens {T} of a layer over 2 ranks" in str(refusal)
+
+
+def late(rank):
+    """Rank 1 does not come."""
+    _serving.START_DEADLINE = 1.0
+    if rank == 1:
+        dist.distributed_c10d._get_default_store().wait(["missed"], datetime.timedelta(seconds=60))
+        return
+    try:
+        Ranks.of(dist.group.WORLD)
+        raise AssertionError("rank 1 came")
+    except switchyard.Timeout as missed:
+        assert "came within 1 s" in str(missed) and "anks 1 failed" in str(missed), missed
+    dist.distributed_c10d._get_default_store().set("missed", "1")
+
+
+def main():
+    with tempfile.TemporaryDirectory() as directory:
+        rendezvous = f"file://{pathlib.Path(directory) / 'rendezvous'}"
+        torch.multiprocessing.spawn(in_a_group, (2, rendezvous, sys.argv[1]), nprocs=2)
+    print("agrees")
+
+
+if __name__ == "__main__":
+    main()
