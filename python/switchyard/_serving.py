@@ -454,7 +454,7 @@ class Binding:
             # A larger layer is made by all ranks together, and the others do not know.
             raise CapacityExceeded(
                 f"a call has {count_text(tokens, 'token')}, more than max_tokens {self.max_tokens} of a layer over "
-                f"{self.ranks.world.size} ranks; set the option max_tokens to what a rank's call may have"
+                f"{count_text(self.ranks.world.size, 'rank')}; set the option max_tokens to what a rank's call may have"
             )
         if self.experts is None or (tokens > self.max_tokens and self.options.max_tokens is None):
             if self.experts is not None:
