@@ -191,9 +191,9 @@ def published(row, ranks):
 def others_cells(row):
     """{column: cell} of what others publish beside the row."""
     if row["model"] == "thesis":
+        # No speed-up: its times are of fp32.
         theirs = published(row, row["ranks"]).get("FlashDMoE")
-        cells = ["–", "–"] if theirs is None else [f"{theirs:.0f}", f"{theirs / row['median_us']:.1f}×"]
-        return dict(zip(["FlashDMoE µs", "speed-up"], cells))
+        return {"FlashDMoE in fp32, µs": "–" if theirs is None else f"{theirs:.0f}"}
     if row["compute"] == "fp8":
         best = min(published(row, 8).items(), key=lambda item: item[1], default=None)
         return {"best of others, 8 GPUs, µs": "–" if best is None else f"{best[1]:.0f} ({best[0]})"}
