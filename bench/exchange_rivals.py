@@ -2,7 +2,7 @@
 """switchyard.Exchange beside NCCL's all-to-all and DeepEP: dispatch and combine, each by itself.
 
     PYTHONPATH=python SWITCHYARD_LIBRARY=build/src/c_api/libswitchyard_c.so \\
-        bench/exchange_rivals.py [--ranks 8] [--dtype bf16,fp8] [--tokens 1,128] [--json results/exchange.json]
+        bench/exchange_rivals.py [--ranks 8] [--dtype bf16,fp8] [--tokens 1,128] [--json exchange.json]
 
 Each rank is a process with a GPU of its own; --cpu has ranks on the processor, with Gloo in place of NCCL.
 The points are those of `switchyard bench exchange`: DeepSeek-V3's routing, tokens of equal number on

@@ -2,7 +2,7 @@
 """switchyard.GroupedGemm beside the grouped GEMMs of others: same inputs, same process, same clock.
 
     PYTHONPATH=python SWITCHYARD_LIBRARY=build/src/c_api/libswitchyard_c.so \\
-        bench/grouped_rivals.py [--dtype bf16,fp8] [--rows 4,64] [--json results/grouped.json]
+        bench/grouped_rivals.py [--dtype bf16,fp8] [--rows 4,64] [--json grouped.json]
 
 The points are those of `switchyard bench grouped`. Beside our own operator it times what can be
 imported of torch._grouped_mm, torch._scaled_grouped_mm (FP8), DeepGEMM (contiguous and masked) and quack,

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Plays the trials of ranks over hosts that fail or have a chaotic network, and keeps their counts.
 
-  bench/hosts_chaos.py --build build --json results/hosts_chaos.json [--seeds 1000] [--stops 100]
+  bench/hosts_chaos.py --build build --json hosts_chaos.json [--seeds 1000] [--stops 100]
                        [--sanitizer thread] [--jobs 2]
 
 The trials are those of tests/network/chaos_test.cpp and host_experts_test.cpp (layers and exchanges over a network in one process that

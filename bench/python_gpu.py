@@ -2,7 +2,7 @@
 """GPU time of switchyard.Experts called from Python, beside the same layer timed by `switchyard bench`.
 
     PYTHONPATH=python SWITCHYARD_LIBRARY=build/src/c_api/libswitchyard_c.so \\
-        bench/python_gpu.py --command build/src/cli/switchyard [--json results/python_gpu.json]
+        bench/python_gpu.py --command build/src/cli/switchyard [--json python_gpu.json]
 
 Both launch the same kernel, so any difference would be Python's. Both replay a CUDA graph of as many
 passes over as many copies of the weights as the command's row says, which the L2 cache does not hold,

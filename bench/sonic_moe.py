@@ -2,7 +2,7 @@
 """Layers in bf16 on one GPU, beside SonicMoE: same weights and tokens, same process, same clock.
 
     PYTHONPATH=python SWITCHYARD_LIBRARY=build/src/c_api/libswitchyard_c.so \\
-        bench/sonic_moe.py [--model olmoe,qwen3-30b,deepseek-v3] [--tokens 2048,32768] [--json results/sonic_moe.json]
+        bench/sonic_moe.py [--model olmoe,qwen3-30b,deepseek-v3] [--tokens 2048,32768] [--json sonic_moe.json]
 
 - olmoe and qwen3-30b: gate, top-k and experts. Ours is switchyard.MoeLayer over a block of transformers,
   SonicMoE's is its layer for softmax and top-k, on that block's weights.

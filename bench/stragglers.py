@@ -3,7 +3,7 @@
 
     export PYTHONPATH=python SWITCHYARD_LIBRARY=build/src/c_api/libswitchyard_c.so
     export SWITCHYARD_COMMAND=build/src/cli/switchyard
-    bench/stragglers.py [--ranks 2] [--jitter 0,200,1000] [--json results/stragglers.json]
+    bench/stragglers.py [--ranks 2] [--jitter 0,200,1000] [--json stragglers.json]
 
 Each rank is a process with a GPU of its own; --cpu has ranks on the processor, with Gloo in place of NCCL.
 The layer is that of the FlashDMoE thesis (H 1024, I 4096, plain FFN with GELU and biases, top-2), in bf16.

@@ -4,9 +4,9 @@
     bench/thesis_tables.py --command build/src/cli/switchyard [--backend cuda] [--ranks 2] [memory] [utilisation]
 
 - memory: `switchyard run` at every number of tokens per rank and of experts (12 configurations), into
-  results/thesis_memory.json: bytes of heap and workspace and of what crosses, of one rank.
+  thesis_memory.json: bytes of heap and workspace and of what crosses, of one rank.
 - utilisation: `switchyard trace` at 8192 tokens per rank and 64 experts, several times, into
-  results/thesis_utilisation.json: the shares of time in which a unit (an SM, a thread) has a warp in flight
+  thesis_utilisation.json: the shares of time in which a unit (an SM, a thread) has a warp in flight
   ("active") and in which it computes ("busy").
 
 A GPU's trace of this layer needs a build with a traced kernel for plain FFNs:
@@ -28,7 +28,6 @@ from script_arguments import numbers
 
 STAGES = ("memory", "utilisation")
 KEY = ("machine", "hidden", "intermediate", "experts", "top_k", "ranks", "tokens_per_rank")
-ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 
 class Failed(Exception):
@@ -135,8 +134,8 @@ def parse(words):
     parser.add_argument("--limit", type=float, default=300, help="seconds for one command")
     parser.add_argument("--machine", help="name of the machine, for utilisation (default: what memory found)")
     parser.add_argument("--commit", default="unknown")
-    parser.add_argument("--memory-json", type=pathlib.Path, default=ROOT / "results/thesis_memory.json")
-    parser.add_argument("--utilisation-json", type=pathlib.Path, default=ROOT / "results/thesis_utilisation.json")
+    parser.add_argument("--memory-json", type=pathlib.Path, default=pathlib.Path("thesis_memory.json"))
+    parser.add_argument("--utilisation-json", type=pathlib.Path, default=pathlib.Path("thesis_utilisation.json"))
     args = parser.parse_args(words)
     args.stages = args.stages or list(STAGES)
     for stage in args.stages:

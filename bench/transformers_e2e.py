@@ -5,7 +5,7 @@ For each implementation: the time to the first token of one prompt, then the tim
 batches that decode with a static cache, without and, where it can be captured, in a CUDA graph. The
 first logits are compared with those of the first implementation.
 
-    python bench/transformers_e2e.py --model olmoe --json results/transformers.json
+    python bench/transformers_e2e.py --model olmoe --json transformers.json
     python bench/transformers_e2e.py --model qwen3-30b --dtype fp8 --implementations switchyard
 
 FP8 weights run with switchyard alone where the kernels of transformers' hub are not installed; their

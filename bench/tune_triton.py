@@ -3,7 +3,7 @@
 
     PYTHONPATH=python SWITCHYARD_LIBRARY=build/src/c_api/libswitchyard_c.so \\
         bench/tune_triton.py --kernel triton --out triton --budget 150 --prune 0.25
-    switchyard tune --evaluate triton.profile.json --json results/ramp.json
+    switchyard tune --evaluate triton.profile.json --json ramp.json
 
 --kernel triton is a grouped GEMM as serving engines have it: rows are gathered through an index that is
 padded to whole tiles of each expert, one tile height serves all experts, and the products come out without

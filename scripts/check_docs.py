@@ -3,6 +3,7 @@
 
 - Relative links, and their #anchors, lead somewhere; so do paths of this tree in `backticks` (outside
   docs/lab, whose pages tell of code as it was).
+- No command of a page writes into results/, whose rows are committed.
 - docs/... as cited in code exists, decisions also by number alone (docs/decisions/0007).
 - README.md has at most 200 lines, a decision at most 60; every decision has a status and a row in the index,
   every laboratory page is linked from docs/lab/README.md.
@@ -78,6 +79,13 @@ def check_paths(path):
                 fault(path, f"`{name}`: there is no such file")
 
 
+def check_commands(path):
+    for line in path.read_text().splitlines():
+        for option in re.findall(r"(--[\w-]+)[ =]results/\S+", line):
+            if option not in ("--expect", "--published"):
+                fault(path, f"{line.strip()}: {option} would write into results/; name a file of the working directory")
+
+
 def check_citations():
     this = pathlib.Path(__file__).resolve()
     for place in CODE:
@@ -137,6 +145,7 @@ def check_generated():
 def main():
     for path in documents():
         check_links(path)
+        check_commands(path)
         if LAB not in path.parents:
             check_paths(path)
     check_citations()

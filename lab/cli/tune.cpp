@@ -63,12 +63,12 @@ struct TuneCommandOptions {
 
 constexpr const char* kExamples = R"(Examples:
   switchyard tune --kernel grouped --dtype fp8 --out grouped --budget 600
-  switchyard tune --kernel grouped --dtype fp8 --out grouped --resume --json results/ramp.json
+  switchyard tune --kernel grouped --dtype fp8 --out grouped --resume --json ramp.json
   switchyard tune --kernel layer --models olmoe,qwen3-30b --tokens 8,64,512 --out layer
   switchyard tune --kernel grouped --generator repeated --out repeated
   switchyard tune --kernel grouped --models olmoe --histograms routing.json --out served
-  switchyard tune --evaluate grouped.profile.json --json results/ramp.json \
-                  --regions results/ramp_regions.json
+  switchyard tune --evaluate grouped.profile.json --json ramp.json \
+                  --regions ramp_regions.json
 
 It times every configuration of a kernel at two grids of tokens and balancedness: one to fit on, and
 one to judge by. A point of the second that is not in the first is held out. --out NAME makes

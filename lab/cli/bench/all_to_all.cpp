@@ -22,7 +22,7 @@ struct AllToAllCommand : CommonOptions {
 };
 
 constexpr const char* kHelp = R"(Examples:
-  switchyard bench all_to_all --ranks 8 --json results/all_to_all.json --trace rungs.json
+  switchyard bench all_to_all --ranks 8 --json all_to_all.json --trace rungs.json
 
 Ranks are threads, on GPUs with --backend cuda, as those of 'bench exchange': the nine test cases
 are checked, the five benchmark cases checked and timed. Rungs: host (the host reads the counts and

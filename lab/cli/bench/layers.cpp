@@ -57,11 +57,11 @@ struct LayersCommand : CommonOptions {
 };
 
 constexpr const char* kHelp = R"(Examples:
-  switchyard bench layers --suite one_gpu_bf16 --against torch --json results/one_gpu_bf16.json
+  switchyard bench layers --suite one_gpu_bf16 --against torch --json one_gpu_bf16.json
   switchyard bench layers --suite one_gpu_bf16 --model olmoe,qwen3-30b --tokens 1,8 --verify
   switchyard bench layers --model mixtral-8x7b --tokens 64,256 --balancedness 1,0.7 --dtype fp8
-  switchyard bench layers --suite astero --dtype fp8 --json results/astero.json
-  switchyard bench layers --suite thesis --ranks 2 --json results/thesis.json
+  switchyard bench layers --suite astero --dtype fp8 --json astero.json
+  switchyard bench layers --suite thesis --ranks 2 --json thesis.json
   switchyard bench layers --suite four_bit --dtype mxfp4 --compute fp8 --json four_bit.json
   switchyard bench layers --suite ep_fp8 --model v3-routed --tokens 8,512 --ranks 2 --json ep.json
 
