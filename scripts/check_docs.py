@@ -82,7 +82,7 @@ def check_paths(path):
 def check_commands(path):
     for line in path.read_text().splitlines():
         for option in re.findall(r"(--[\w-]+)[ =]results/\S+", line):
-            if option not in ("--expect", "--published"):
+            if option not in ("--expect", "--published", "--evaluate", "--profile", "--from"):
                 fault(path, f"{line.strip()}: {option} would write into results/; name a file of the working directory")
 
 

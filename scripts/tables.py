@@ -46,6 +46,7 @@ from result_tables.thesis import (
     thesis_times,
     thesis_utilisation,
 )
+from result_tables.tuner import tuner_table
 
 
 def example(path):
@@ -102,6 +103,8 @@ def parts():
         "thesis_utilisation": thesis_utilisation(),
         "thesis_memory": thesis_memory(),
         "stragglers": stragglers_table(),
+        "tuner_fp8": tuner_table("grouped_fp8"),
+        "tuner_bf16": tuner_table("grouped_bf16"),
     }
 
 

@@ -10,6 +10,7 @@ import statistics
 
 from result_rows import card_of
 from result_tables.thesis import THESIS_LAUNCHES, THESIS_MEMORY_MB, THESIS_RIVALS, padded_bytes
+from result_tables.tuner import RAMP_REGRETS
 
 
 @dataclasses.dataclass
@@ -124,8 +125,6 @@ def bytes_sent(measured):
 
 # RaMP.
 
-REGRETS = {"ramp-olmoe": (1.0, 8.2), "ramp-qwen3": (1.1, 10.2), "ramp-mixtral": (1.0, 2.0), "ramp-dsv3-ep8": (0.9, 1.5),
-           "ramp-dsv3-tp8": (0.8, 1.4), "ramp-phi": (1.0, 1.9), "ramp-jamba": (0.9, 1.6), "ramp-dbrx": (0.8, 1.6)}
 STATIC_GAINS = {16: 1.27, 32: 1.33, 64: 1.70, 128: 1.40, 256: 1.27}  # DSv3-TP8 at β 0.5
 
 
@@ -141,7 +140,7 @@ def regret(measured):
     rows = [row for row in measured.rows("ramp", generator="distinct") if row["kernel"].startswith("grouped")]
     for (kernel, model), points in by(rows, lambda row: (row["kernel"], row["model"])).items():
         regrets = [100 * (row["chosen_us"] / row["exhaustive_us"] - 1) for row in points]
-        mean, most = REGRETS.get(model, (None, None))
+        mean, most = RAMP_REGRETS.get(model, (None, None))
         where = f"{kernel}, {model.removeprefix('ramp-')}, {world(points[0])}, {len(points)} points"
         lines += [Line(f"mean: {where}", mean, statistics.mean(regrets), "%", points[0]),
                   Line(f"worst: {where}", most, max(regrets), "%", points[0])]

@@ -1,6 +1,7 @@
 """scripts/reproduce.py: the four texts' numbers beside rows, which of them a page shows, and what it does not overwrite."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -127,3 +128,20 @@ def test_rows_of_a_processor_have_no_ratio_of_times(tmp_path):
     assert (line.theirs, line.comparable) == (421, False)
     assert line.ours == pytest.approx(100)
     assert "CPU" in line.point
+
+
+@pytest.mark.parametrize("kernel", ["grouped_fp8", "grouped_bf16"])
+def test_the_committed_profiles_replay_the_tuner_page(kernel, tmp_path):
+    """`tune --evaluate` of a committed profile gives the rows from which the page's tables are made."""
+    command = os.environ["SWITCHYARD_COMMAND"]
+    if not os.path.exists(command):
+        pytest.skip(f"{command} is not built")
+    written = tmp_path / "ramp.json"
+    subprocess.run([command, "tune", "--evaluate", ROOT / f"results/profiles/{kernel}.profile.json", "--measured-constants", "--json", written],
+                   capture_output=True, check=True)
+    told = {"commit", "command"}
+    replayed = [{key: value for key, value in row.items() if key not in told} for row in json.loads(written.read_text())]
+    kept = [{key: value for key, value in row.items() if key not in told} for row in json.loads((ROOT / "results/ramp.json").read_text())
+            if row["kernel"] == kernel and row["generator"] == "distinct"]
+    assert len(kept) > 90
+    assert replayed == kept
