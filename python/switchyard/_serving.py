@@ -248,6 +248,8 @@ class Ranks:
         ------
         Timeout
             If a rank does not come within START_DEADLINE.
+        Unsupported
+            For ranks on several hosts.
         Error
             As ``World.from_process_group`` does.
         """
@@ -255,6 +257,11 @@ class Ranks:
         if found is None:
             _meet(group)
             world = World.from_process_group(group, deadline=deadline or FUSED_DEADLINE)
+            if "hosts, " in world.fabric:
+                raise Unsupported(
+                    f"expert_parallel is 'fused' over {world.fabric}, which no server was tried with; leave "
+                    "expert_parallel out"
+                )
             found = _ranks[group] = Ranks(world, group)
         return found
 

@@ -24,9 +24,10 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8Dynami
 from vllm.platforms import current_platform
 
 from . import _vllm_four_bit as four_bit
+from . import _vllm_ranks as over_ranks
 from ._library import has_cuda
 from ._serving import NO_EPLB, WEIGHTS, Binding, Options, local_ids, other_signature, taken_types
-from ._vllm_setup import activation_of, capacity, log, options_of, refuse
+from ._vllm_setup import activation_of, capacity, is_fused, log, options_of, refuse
 from .errors import Error, Unsupported
 
 # Parameters of the methods that are overridden here.
@@ -36,6 +37,10 @@ _SIGNATURES = {
         "a2_scale workspace13 workspace2 expert_tokens_meta apply_router_weight_on_input"
     ),
     RoutedExperts._get_quant_method: "self prefix quant_config moe_config",
+    RoutedExperts.forward_modular: "self x topk_weights topk_ids shared_experts shared_experts_input",
+    modular_kernel.FusedMoEPrepareAndFinalizeModular.finalize: (
+        "self output fused_expert_output topk_weights topk_ids apply_router_weight_on_input weight_and_reduce_impl"
+    ),
     RoutedExperts.weight_loader: "self param loaded_weight weight_name shard_id expert_id return_success",
 }
 # Where methods whose weights can be used as they are choose a kernel, and the choice whose layout of weights
@@ -125,18 +130,27 @@ class SwitchyardExperts(modular_kernel.FusedMoEExpertsModular):
     ) -> None:
         if a1q_scale is not None:
             raise Unsupported("activations were quantised before the experts; Switchyard takes them as they are")
+        rows = self.layer.rows
         if apply_router_weight_on_input:
-            # hidden_states have been multiplied.
+            if rows is not None:
+                # The stages before this one leave that to the experts. vLLM has it for one expert a token.
+                hidden_states = hidden_states * topk_weights.to(hidden_states.dtype)
             topk_weights = torch.ones_like(topk_weights)
         topk_ids, topk_weights = taken_types(topk_ids, topk_weights)
-        experts = self.layer.binding.bind(w1, w2, tokens=hidden_states.shape[0], **self.layer.small())
-        experts(hidden_states, local_ids(topk_ids, expert_map), topk_weights, out=output)
+        bind = functools.partial(self.layer.binding.bind, w1, w2, **self.layer.small())
+        if rows is not None:
+            rows.run(bind, hidden_states, topk_ids, topk_weights, output)
+        else:
+            experts = bind(tokens=hidden_states.shape[0])
+            experts(hidden_states, local_ids(topk_ids, expert_map), topk_weights, out=output)
 
 
 class SwitchyardRoutedExperts(RoutedExperts):
     """RoutedExperts that Switchyard runs where the user asks for it."""
 
     binding: Binding | None = None
+    # Where Switchyard exchanges the tokens.
+    rows: over_ranks.Rows | None = None
     # Of _SMALL, what the layer has: it is looked up in every pass, and what a module lacks takes long to miss.
     present: dict[str, str] = {}
 
@@ -147,6 +161,8 @@ class SwitchyardRoutedExperts(RoutedExperts):
             return super()._get_quant_method(prefix, quant_config, moe_config)
         try:
             refuse(options, config, moe_config)
+            if is_fused(options, moe_config):
+                self.rows = self._rows(options, moe_config)
             self.binding = self._binding(options, config, moe_config)
             moe_config.switchyard_layer = lambda: self
             method = super()._get_quant_method(prefix, quant_config, moe_config)
@@ -160,6 +176,8 @@ class SwitchyardRoutedExperts(RoutedExperts):
 
         def process_weights_after_loading(layer: Any) -> None:
             process(layer)
+            if self.rows is not None:
+                over_ranks.use_stages(method)
             there = (name for name in _SMALL if getattr(self, name, None) is not None)
             self.present = {_SMALL[name]: name for name in there}
             # Now, so that vLLM counts the memory, errors come before the first request, and graphs that
@@ -171,6 +189,12 @@ class SwitchyardRoutedExperts(RoutedExperts):
 
         method.process_weights_after_loading = process_weights_after_loading
         return method
+
+    def _rows(self, options: Options, moe_config: Any) -> over_ranks.Rows:
+        rows = over_ranks.Rows(self, moe_config, options)
+        over_ranks.pass_tokens_through(moe_config)
+        over_ranks.watch_steps()
+        return rows
 
     def _binding(self, options: Options, config: Any, moe_config: Any) -> Binding:
         def of_layer(name: str, otherwise: Any) -> Any:
@@ -189,7 +213,9 @@ class SwitchyardRoutedExperts(RoutedExperts):
             activation=activation,
             order=order,
             top_k=moe_config.experts_per_token,
-            max_tokens=capacity(config, moe_config),
+            max_tokens=capacity(config, moe_config, 0 if self.rows is None else self.rows.over),
+            ranks=None if self.rows is None else self.rows.ranks,
+            num_experts=None if self.rows is None else moe_config.num_experts,
             refresh_in_graphs=getattr(config, "weight_transfer_config", None) is not None,
             log=log,
         )
@@ -218,6 +244,15 @@ class SwitchyardRoutedExperts(RoutedExperts):
         copied = moe_config.has_bias or quantised or form
         if moe_config.moe_parallel_config.enable_eplb and copied:
             raise Unsupported(NO_EPLB.format("--enable-eplb"))
+
+    def forward_modular(self, x: Any, topk_weights: Any, topk_ids: Any, *more: Any, **named: Any) -> Any:
+        if self.rows is None or x.shape[0]:
+            return super().forward_modular(x, topk_weights, topk_ids, *more, **named)
+        # vLLM's kernel leaves out a pass without rows, for which the other ranks would wait.
+        out = torch.empty_like(x)
+        bind = functools.partial(self.binding.bind, self.w13_weight, self.w2_weight, **self.small())
+        self.rows.run(bind, x, *taken_types(topk_ids, topk_weights), out)
+        return out
 
     def small(self) -> dict[str, Any]:
         """Scales and biases, by the names that `Experts` has for them."""
@@ -273,8 +308,9 @@ def missing() -> str | None:
     for module, name, _ in _SELECTORS:
         if not {"moe_config", "config"} & set(inspect.signature(getattr(module, name)).parameters):
             return f"{module.__name__}.{name}() takes no configuration"
-    if new := ", ".join(sorted(SwitchyardExperts.__abstractmethods__)):
-        return f"FusedMoEExpertsModular has methods to define that are not known: {new}"
+    for cls in (SwitchyardExperts, over_ranks.Stages):
+        if new := ", ".join(sorted(cls.__abstractmethods__)):
+            return f"{cls.__base__.__name__} has methods to define that are not known: {new}"
     return None
 
 

@@ -13,6 +13,7 @@ from .errors import Unsupported
 
 log = logging.getLogger("vllm.switchyard")
 _WHERE = "--additional-config's \"switchyard\""
+_FUSED = "expert_parallel is 'fused'"
 
 
 def options_of(config: Any) -> Options | None:
@@ -63,8 +64,56 @@ def activation_of(name: str, limit: float | None, alpha: float, beta: float) -> 
     )
 
 
+def is_fused(options: Options, moe_config: Any) -> bool:
+    """Whether Switchyard's layers exchange tokens themselves in this deployment."""
+    return bool(options.expert_parallel == "fused" and moe_config.moe_parallel_config.ep_size > 1)
+
+
+def shares_rows(moe_config: Any, tensor_parallel: int) -> int:
+    """How many ranks are given the same rows: those of tensor parallelism, unless a model splits its tokens."""
+    return 1 if moe_config.moe_parallel_config.sp_size > 1 else tensor_parallel
+
+
+def refuse_fused(options: Options, vllm_config: Any, moe_config: Any) -> None:
+    """Raise `Unsupported` for a deployment in which Switchyard cannot exchange tokens itself, saying why."""
+    parallel, moe_parallel = vllm_config.parallel_config, moe_config.moe_parallel_config
+    ranks = max(moe_parallel.dp_size, moe_parallel.tp_size, getattr(parallel, "tensor_parallel_size", 1))
+    if not moe_parallel.use_ep and ranks > 1:
+        raise Unsupported(
+            f"{_FUSED}, but each of {ranks} ranks has a part of every expert; serve with --enable-expert-parallel, or "
+            "leave expert_parallel out"
+        )
+    if not is_fused(options, moe_config):
+        return
+    if getattr(moe_config, "skip_final_all_reduce", False):
+        raise Unsupported(
+            f"{_FUSED}, but the model adds the ranks' outputs up later (skip_final_all_reduce), which are whole "
+            "sums already; leave expert_parallel out for this model"
+        )
+    if getattr(vllm_config, "weight_transfer_config", None) is not None:
+        raise Unsupported(
+            f"{_FUSED}, and weights are transferred into the running server: ranks get them at different times, and "
+            "a pass would mix old and new experts. Leave expert_parallel or weight_transfer_config out"
+        )
+    for name, what in (
+        ("pipeline_parallel_size", "pipeline"), ("prefill_context_parallel_size", "prefill context"),
+    ):
+        if getattr(parallel, name, 1) > 1:
+            raise Unsupported(
+                f"{_FUSED} with {what} parallelism over {getattr(parallel, name)} ranks, which was never tried; "
+                "leave one of them out"
+            )
+    if moe_parallel.all2all_backend != "allgather_reducescatter":
+        raise Unsupported(
+            f"{_FUSED}, and --all2all-backend is {moe_parallel.all2all_backend!r}: Switchyard exchanges the tokens, so "
+            "leave --all2all-backend out"
+        )
+
+
 def refuse(options: Options, vllm_config: Any, moe_config: Any) -> None:
     """Raise `Unsupported` for a deployment that Switchyard cannot serve, saying what and why."""
+    if options.expert_parallel == "fused":
+        refuse_fused(options, vllm_config, moe_config)
     parallel = vllm_config.parallel_config
     moe_parallel = moe_config.moe_parallel_config
     if moe_config.moe_backend != "auto":
@@ -91,8 +140,8 @@ def refuse(options: Options, vllm_config: Any, moe_config: Any) -> None:
         )
     if moe_parallel.all2all_backend == "passthrough":
         raise Unsupported(
-            "--all2all-backend is 'passthrough', but the plugin does not exchange tokens itself; use "
-            "allgather_reducescatter"
+            "--all2all-backend is 'passthrough', but the plugin does not exchange tokens itself unless "
+            'expert_parallel is "fused"; use allgather_reducescatter in both cases'
         )
     if vllm_config.device_config.device_type == "cuda":
         refuse_too_few_sms(
@@ -112,7 +161,17 @@ def refuse(options: Options, vllm_config: Any, moe_config: Any) -> None:
         )
 
 
-def capacity(vllm_config: Any, moe_config: Any) -> int:
-    """Most tokens of a call: the scheduler's, of all ranks whose tokens are gathered."""
+def capacity(vllm_config: Any, moe_config: Any, fused_over: int = 0) -> int:
+    """Most tokens of a call.
+
+    Parameters
+    ----------
+    vllm_config, moe_config
+    fused_over : int
+        0: vLLM gathers the tokens of all ranks. Otherwise a rank calls with its own tokens, of which so
+        many ranks are given the same ones and take a part each.
+    """
     tokens = max(moe_config.max_num_tokens, vllm_config.scheduler_config.max_num_batched_tokens)
-    return tokens * max(1, moe_config.moe_parallel_config.dp_size)
+    if fused_over:
+        return int(-(-tokens // fused_over))
+    return int(tokens * max(1, moe_config.moe_parallel_config.dp_size))

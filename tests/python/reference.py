@@ -69,6 +69,33 @@ def fill_with_fp8(module):
     return exact
 
 
+def fp8_values(shape):
+    """Random FP8 weights [E, rows, columns] of scale 1 / sqrt(columns): codes, a scale per 128 x 128, and what they
+    stand for."""
+    codes = (torch.randn(shape) * 100).clamp(-448, 448).to(torch.float8_e4m3fn)
+    blocks = [shape[0], *(-(-size // 128) for size in shape[1:])]
+    scale = (torch.rand(blocks) + 0.5) / 100 / shape[-1] ** 0.5
+    wide = scale.repeat_interleave(128, 1).repeat_interleave(128, 2)
+    return codes, scale, codes.float() * wide[:, : shape[1], : shape[2]]
+
+
+def fp8_experts(x, gate, up, down, ids, weights):
+    """SwiGLU experts, with the inputs of both products rounded to e4m3, 128 columns of a token at a time."""
+
+    def rounded(v):
+        groups = v.float().view(*v.shape[:-1], -1, 128)
+        scale = groups.abs().amax(-1, keepdim=True).clamp(min=1e-12) / 448
+        return ((groups / scale).to(torch.float8_e4m3fn).float() * scale).view(v.shape)
+
+    out = torch.zeros(x.shape)
+    for t in range(x.shape[0]):
+        for k in range(ids.shape[1]):
+            e, v = ids[t, k], rounded(x[t])
+            h = torch.nn.functional.silu(v @ gate[e].T) * (v @ up[e].T)
+            out[t] += weights[t, k] * (rounded(h) @ down[e].T)
+    return out
+
+
 def four_bit_values(form, packed, scale, zero=None):
     """What bytes [..., cols / 2] with scales [..., cols / group] stand for, in fp64."""
     codes = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)

@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch")
 import switchyard.vllm as plugin
 import reference
 from conftest import ROOT, installed, python
-from reference import Packed, error, experts, fill_with_fp8, routing
+from reference import Packed, error, experts, fill_with_fp8, fp8_experts, routing
 from switchyard import Activation, InvalidArgument, Unsupported
 from switchyard._serving import Binding, Options, local_ids, nccl_ctas, refuse_too_few_sms
 from vllm_ranks import one_rank
@@ -396,7 +396,7 @@ def test_fp8_in_blocks(vllm):
     x, ids, weights = batch()
     expected = experts(x, *exact[0].chunk(2, dim=1), exact[1], ids, weights, Activation())
     # Both products round their activations to e4m3, with 3 bits of mantissa: the same, simulated.
-    simulated = fp8_reference(x, exact, ids, weights)
+    simulated = fp8_experts(x, *exact[0].chunk(2, dim=1), exact[1], ids, weights)
     assert error(run(layer, x, ids, weights), expected) < 2 * error(simulated, expected)
     # Reloaded, as vLLM does for reinforcement learning: other values, the same tensors.
     layer.w2_weight_scale_inv.data.mul_(3)
@@ -424,20 +424,6 @@ def test_a_trainer_that_writes_scales_through_the_loader(vllm, monkeypatch):
             layer.weight_loader(scale, 3 * torch.ones_like(part), f"{name}_weight_scale_inv", shard, 0)
             assert refreshed and (scale[0] == 3).any()
             refreshed.clear()
-
-
-def fp8_reference(x, exact, ids, weights):
-    def rounded(v):
-        groups = v.float().view(*v.shape[:-1], -1, 128)
-        scale = groups.abs().amax(-1, keepdim=True).clamp(min=1e-12) / 448
-        return ((groups / scale).to(torch.float8_e4m3fn).float() * scale).view(v.shape)
-
-    out = torch.zeros(x.shape)
-    for t in range(x.shape[0]):
-        for k in range(ids.shape[1]):
-            gate, up = (rounded(x[t]) @ exact[0][ids[t, k]].T).chunk(2)
-            out[t] += weights[t, k] * (rounded(torch.nn.functional.silu(gate) * up) @ exact[1][ids[t, k]].T)
-    return out
 
 
 @pytest.mark.parametrize("block", [None, [64, 64]])
