@@ -88,18 +88,33 @@ def write(directory, model, dtype, layers=None):
     return path, config["num_hidden_layers"]
 
 
-def values(parameters, seed=1, quantised=False):
+def shares_of(model):
+    """Of layers whose experts are spread over ranks, by the name before their parameters': the experts of all, and
+    the first one here."""
+    shares = {}
+    for name, module in model.named_modules():
+        there = getattr(module, "_expert_map", None)
+        if there is not None:
+            shares[name + "."] = there.shape[0], int((there >= 0).nonzero()[0])
+    return shares
+
+
+def values(parameters, seed=1, quantised=False, shares={}):
     """Yields (name, tensor) for each parameter of a module that was loaded from no checkpoint, and not processed.
 
     parameters: by name. quantised: they are fp32, and stand for a model of FP8 weights: those values, exactly.
+    shares: as of shares_of(). An expert has the same values whatever rank it is on.
     """
     import torch
 
     def drawn(name, shape, device, uniform=False):
         generator = torch.Generator(device).manual_seed(zlib.crc32(f"{seed} {name}".encode()))
         draw = torch.rand if uniform else torch.randn
+        experts, first = next((share for prefix, share in shares.items() if name.startswith(prefix)), (None, 0))
+        whole = shape if experts is None else (experts, *shape[1:])
         # Engines set the default type to the model's while they load.
-        return draw(shape, generator=generator, device=device, dtype=torch.float32)
+        found = draw(whole, generator=generator, device=device, dtype=torch.float32)
+        return found if experts is None else found[first : first + shape[0]].clone()
 
     def e4m3(name, shape, device):
         return drawn(name, shape, device).mul_(FP8_SPREAD).clamp_(-448, 448).to(torch.float8_e4m3fn)
@@ -139,7 +154,7 @@ def fill(model, seed=1, quantised=False):
 
     parameters = dict(model.named_parameters())
     with torch.no_grad():
-        for name, value in values(parameters, seed, quantised):
+        for name, value in values(parameters, seed, quantised, shares_of(model)):
             parameters[name].data.copy_(value)
 
 

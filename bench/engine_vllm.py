@@ -1,7 +1,9 @@
 """vLLM for bench/engines.py: one engine with one kernel for its experts, and what is asked of it."""
 
 import gc
+import multiprocessing
 import os
+import signal
 import statistics
 import time
 
@@ -31,10 +33,19 @@ _PURPOSES = {
 }
 
 
+OURS = ("switchyard", "switchyard_local", "zeroed")
+DEADLINE_S = 20
+
+
 class Engine:
     """An engine of vLLM with one backend for its experts."""
 
-    def __init__(self, path, backend, purpose, *, seed=1, quantised=False, more={}):
+    def __init__(self, path, backend, purpose, *, seed=1, quantised=False, more={}, rank=None, reserved_sms=0):
+        if rank is not None:
+            os.environ.update(
+                VLLM_DP_RANK=str(rank.number), VLLM_DP_RANK_LOCAL=str(rank.number), VLLM_DP_SIZE=str(rank.size),
+                VLLM_DP_MASTER_IP="127.0.0.1", VLLM_DP_MASTER_PORT=str(rank.port),
+            )
         import torch
         import vllm
         from vllm.model_executor.model_loader import register_model_loader
@@ -66,8 +77,19 @@ class Engine:
         given = {"load_format": "seeded", "skip_tokenizer_init": True, "dtype": "bfloat16", "max_num_seqs": 128,
                  "max_model_len": 16384, "gpu_memory_utilization": 0.9, "disable_log_stats": False,
                  "seed": 0, "compilation_config": {"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]}}
-        if backend in ("switchyard", "zeroed"):
-            given["additional_config"] = {"switchyard": {}}
+        backend, _, exchange = backend.partition("+")
+        if exchange:
+            given["all2all_backend"] = exchange
+        options = {}
+        if rank is not None:
+            given["enable_expert_parallel"] = True
+            if backend in OURS:
+                options = {"reserved_sms": reserved_sms, "deadline": DEADLINE_S}
+                os.environ["NCCL_MAX_CTAS"] = str(reserved_sms)
+            if backend in ("switchyard", "zeroed"):
+                options["expert_parallel"] = "fused"
+        if backend in OURS:
+            given["additional_config"] = {"switchyard": options}
         if backend == "zeroed":
             from switchyard._vllm import SwitchyardExperts
 
@@ -77,7 +99,7 @@ class Engine:
 
             given["moe_backend"] = "triton"
             zeroed(TritonExperts, at_once=True)
-        elif backend != "switchyard":
+        elif backend not in OURS:
             given["moe_backend"] = backend
         start = time.monotonic()
         self.llm = vllm.LLM(model=str(path), **given | _PURPOSES[purpose] | more)
@@ -193,6 +215,12 @@ class Engine:
             llm.apply_model(lambda model: engine_models.fill(model, 2))
             llm.reset_prefix_cache()
             see("weights written in place", 2)
+
+    @staticmethod
+    def fail(how):
+        """Kills or stops the engine's process."""
+        for process in multiprocessing.active_children():
+            os.kill(process.pid, {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[how])
 
     def close(self):
         try:

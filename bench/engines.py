@@ -17,6 +17,13 @@ The program does these things with a cell, in this order, or those that --do nam
   life     prompts again (prefix cache), sleep and wake, weights written in place, weights loaded anew: each time
            the logits of an engine that was started so
 
+--topology dp2ep2 starts two engines of vLLM, with data and expert parallelism over two GPUs: `switchyard` is its fused
+kernel over the ranks, `switchyard_local` its local experts with vLLM's exchange, and the engine's own backends may name
+an exchange (`triton+deepep_low_latency`; vLLM's default is allgather_reducescatter). Batches and prompts are those of
+each rank, times those of the slower one, and tokens and requests per second those of both. `life` and `none` are for
+one engine. `kill`
+and `stop` are for two: rank 1's engine is killed or stopped while both serve, and rank 0's must end by saying so.
+
 --more is JSON of further arguments for the engine. Exit codes: 0 all is right; 1 a wrong token or a failure; 2
 unusable arguments; 77 the engine is not installed.
 """
@@ -25,21 +32,23 @@ import argparse
 import importlib
 import json
 import math
-import multiprocessing
 import os
 import pathlib
 import statistics
 import subprocess
 import sys
 import tempfile
-import traceback
+import threading
+import time
 
 import engine_models
 from engine_models import DECODE_PROMPT, prompts_of
+from engine_ranks import TOPOLOGIES, in_processes, joined_times
 from result_rows import merge
 from script_arguments import command_of, numbers
 
 SKIPPED = 77
+FAIL_AFTER_S = 5.0
 LENGTHS = (1, 2, 3, 5, 8, 13, 21, 34, 64, 100, 128, 200, 256, 400, 513, 700, 1000, 1500, 2048)
 KEY = ("suite", "engine", "version", "machine", "model", "layers", "dtype", "backend", "topology", "batch", "prompt")
 # A divergence is a near-tie where the reference's two best logits are no farther apart than this many times the
@@ -59,15 +68,25 @@ def first_prompts(engine):
     return [prompts_of(engine.vocabulary, 1, n, n)[0] for n in LENGTHS]
 
 
-def logits_of(cell, args, directory):
-    engine = args.adapter.Engine(model_of(cell, args, directory), cell.backend, "logits", more=args.more)
-    return engine.first_logits(first_prompts(engine))
+def start(args, path, backend, purpose, **more):
+    if args.rank is not None:
+        more |= {"rank": args.rank, "reserved_sms": args.reserved_sms}
+    return args.adapter.Engine(path, backend, purpose, more=args.more, **more)
 
 
-def reference_logits(cell, args, directory):
-    """The same values in fp32."""
+def logits_of(args, cell, directory):
+    """In the order of first_prompts(). A rank has other lengths under way than the others."""
+    engine = start(args, model_of(cell, args, directory), cell.backend, "logits")
+    prompts = first_prompts(engine)
+    backwards = args.rank is not None and args.rank.number % 2 == 1
+    found = engine.first_logits(prompts[::-1] if backwards else prompts)
+    return found[::-1] if backwards else found
+
+
+def reference_logits(args, cell, directory):
+    """The same values in fp32, of one engine."""
     path = model_of(cell, args, directory, "fp32")
-    engine = args.adapter.Engine(path, "triton", "reference", quantised=cell.dtype == "fp8", more=args.more)
+    engine = start(args, path, "triton", "reference", quantised=cell.dtype == "fp8")
     return engine.first_logits(first_prompts(engine))
 
 
@@ -77,6 +96,9 @@ def relative_error(found, expected):
 
 def tokens_of(engine, args):
     prompts = [prompts_of(engine.vocabulary, 1, 16 + 7 * i, 1000 + i)[0] for i in range(args.prompts)]
+    if args.rank is not None:
+        prompts = args.rank.share(prompts)
+        args.rank.meet()
     return engine.tokens_and_gaps(prompts, 256)
 
 
@@ -89,16 +111,16 @@ def life_prompts(engine):
     return [prompts_of(engine.vocabulary, 1, n, n)[0] for n in (1, 17, 300, 1000, 5000)]
 
 
-def fresh_life(cell, args, directory, seed):
+def fresh_life(args, cell, directory, seed):
     """First logits of an engine that was started with these weights."""
     path = model_of(cell, args, directory)
-    engine = args.adapter.Engine(path, cell.backend, "life", seed=seed, more=args.more)
+    engine = start(args, path, cell.backend, "life", seed=seed)
     return engine.first_logits(life_prompts(engine))
 
 
-def life_of(cell, args, directory):
+def life_of(args, cell, directory):
     """What happened, and the first logits after it with the seed that they must be those of."""
-    engine = args.adapter.Engine(model_of(cell, args, directory), cell.backend, "life", more=args.more)
+    engine = start(args, model_of(cell, args, directory), cell.backend, "life")
     prompts, seen = life_prompts(engine), []
 
     def see(what, seed):
@@ -131,22 +153,29 @@ def compare_tokens(found, expected):
 
 def times_of(engine, args):
     """(batch, prompt) to what was measured."""
-    rows = {}
+    rows, number = {}, 0 if args.rank is None else 1000 * args.rank.number
+
+    def timed(what, *arguments, seed):
+        # Ranks begin together, and have other prompts.
+        if args.rank is not None:
+            args.rank.meet()
+        return what(*arguments, seed=seed + number)
+
     for batch in args.batches:
-        engine.tpot(batch, seed=1)
-        times = [engine.tpot(batch, seed=10 + i) for i in range(args.repeats)]
+        timed(engine.tpot, batch, seed=1)
+        times = [timed(engine.tpot, batch, seed=10 + i) for i in range(args.repeats)]
         rows[(batch, DECODE_PROMPT)] = {
             "tpot_ms": round(statistics.median(times), 4), "times_ms": [round(t, 4) for t in times],
             "tokens_per_s": round(batch * 1e3 / statistics.median(times), 1),
         }
     for length in args.first:
-        engine.ttft(length, seed=2)
-        times = [engine.ttft(length, seed=100 + i) for i in range(2 * args.repeats + 1)]
+        timed(engine.ttft, length, seed=2)
+        times = [timed(engine.ttft, length, seed=100 + i) for i in range(2 * args.repeats + 1)]
         rows[(1, length)] = {
             "ttft_ms": round(statistics.median(times), 3), "times_ms": [round(t, 3) for t in times],
         }
     if args.rate:
-        rate = engine.rate(64, args.rate, 512, 128, seed=3)
+        rate = timed(engine.rate, 64, args.rate, 512, 128, seed=3)
         rows[(64, 512)] = {"requests_per_s": round(rate, 3), "tokens_per_s": round(rate * 128, 1)}
     return rows
 
@@ -160,36 +189,6 @@ class Cell:
         self.layers = engine_models.MODELS[self.model]["num_hidden_layers"]
 
 
-def in_a_process(function, *arguments):
-    """What a function returns, run in a fork: vLLM was imported once, and a GPU's memory comes back."""
-    context = multiprocessing.get_context("fork")
-    here, there = context.Pipe(duplex=False)
-
-    def run():
-        try:
-            there.send((function(*arguments), None))
-        except BaseException:
-            there.send((None, traceback.format_exc()))
-        finally:
-            sys.stdout.flush()
-            there.close()
-            os._exit(0)
-
-    process = context.Process(target=run)
-    process.start()
-    there.close()
-    try:
-        result, problem = here.recv()
-    except EOFError:
-        result, problem = None, "the process died"
-    process.join(60)
-    if process.is_alive():
-        process.kill()
-    if problem:
-        raise RuntimeError(problem)
-    return result
-
-
 def device():
     import torch
 
@@ -197,10 +196,10 @@ def device():
     return {"machine": torch.cuda.get_device_name() if cuda else "CPU", "torch": torch.__version__}
 
 
-def serve(cell, args, directory):
+def serve(args, cell, directory):
     """Of one engine: about it, its tokens, its times."""
     path, layers = engine_models.write(directory, cell.model, cell.dtype, args.only_layers)
-    engine = args.adapter.Engine(path, cell.backend, "serve", more=args.more)
+    engine = start(args, path, cell.backend, "serve")
     try:
         about = {"engine": args.engine, "version": engine.version, "layers": layers, "start_s": round(engine.start_s, 1)}
         about |= device()
@@ -208,9 +207,43 @@ def serve(cell, args, directory):
             about |= engine.made()
         tokens = tokens_of(engine, args) if "tokens" in args.do and cell.backend != "none" else None
         times = times_of(engine, args) if "times" in args.do and cell.backend != "zeroed" else {}
+        if args.rank is not None:
+            args.rank.meet()  # an engine serves the others' tokens, too
     finally:
         engine.close()
     return about, tokens, times
+
+
+def served(args, cell, directory):
+    """As serve(), of all ranks."""
+    ranks = in_processes(serve, args, cell, directory)
+    about, tokens, times = ranks[0]
+    if len(ranks) > 1:
+        about["machine"] = f"{len(ranks)} x {about['machine']}"
+        times = joined_times([times for _, _, times in ranks])
+        if tokens is not None:
+            tokens = [prompt for _, tokens, _ in ranks for prompt in tokens]
+    return about, tokens, times
+
+
+def failed_rank(args, cell, directory, how):
+    """Rank 1 fails in the midst of a long batch. Of rank 0: what its engine ended with, and seconds after that."""
+    engine = start(args, engine_models.write(directory, cell.model, cell.dtype, args.layers)[0], cell.backend, "serve")
+    prompts = prompts_of(engine.vocabulary, 8, DECODE_PROMPT, 5)
+    args.rank.meet()
+    begin, said = time.monotonic(), "nothing"
+    if args.rank.number == 1:
+        threading.Thread(target=engine.generate, args=(prompts, 8192), daemon=True).start()
+        time.sleep(FAIL_AFTER_S)
+        engine.fail(how)
+    else:
+        try:
+            engine.generate(prompts, 8192)
+        except Exception as problem:
+            said = f"{type(problem).__name__}: {problem}"
+    seconds = time.monotonic() - begin - FAIL_AFTER_S
+    args.rank.meet(120)
+    return said, seconds
 
 
 def share(rows):
@@ -230,6 +263,9 @@ def parse():
     )
     parser.add_argument("cells", nargs="+", type=Cell, metavar="MODEL:DTYPE:BACKEND")
     parser.add_argument("--engine", choices=["vllm", "sglang"], default="vllm")
+    parser.add_argument("--topology", choices=TOPOLOGIES, default="1")
+    parser.add_argument("--reserved-sms", type=int, default=2,
+                        help="SMs that the fused kernel leaves to NCCL, which gets as many (default: 2)")
     parser.add_argument("--more", type=json.loads, default={}, metavar="JSON")
     parser.add_argument("--do", default="logits,tokens,times")
     parser.add_argument("--layers", type=int, default=12, help="of the models whose logits are compared")
@@ -242,7 +278,12 @@ def parse():
     parser.add_argument("--commit", default="")
     parser.add_argument("--json", type=pathlib.Path)
     args = parser.parse_args()
-    args.do = args.do.split(",")
+    args.do, args.rank = args.do.split(","), None
+    if TOPOLOGIES[args.topology] > 1:
+        if args.engine != "vllm" or "life" in args.do or any(cell.backend == "none" for cell in args.cells):
+            parser.error(f"--topology {args.topology} is for vllm, without life and without the backend none")
+    elif {"kill", "stop"} & set(args.do):
+        parser.error("kill and stop need ranks: use --topology dp2ep2")
     args.adapter = importlib.import_module(f"engine_{args.engine}")
     return args
 
@@ -259,7 +300,7 @@ def main():
     commit = args.commit or subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True
     ).stdout.strip()
-    directory = tempfile.mkdtemp()
+    directory, one = tempfile.mkdtemp(), argparse.Namespace(**vars(args) | {"topology": "1"})
     failed, rows, expected, references = False, [], {}, {}
     for cell in args.cells:
         name, key = cell.text, (cell.model, cell.dtype)
@@ -267,20 +308,25 @@ def main():
         try:
             if "logits" in args.do and cell.backend not in ("none", "zeroed"):
                 if key not in references:
-                    references[key] = in_a_process(reference_logits, cell, args, directory)
-                found = in_a_process(logits_of, cell, args, directory)
-                error = relative_error(found, references[key])
+                    (references[key],) = in_processes(reference_logits, one, cell, directory)
+                found = in_processes(logits_of, args, cell, directory)
+                error = max(relative_error(logits, references[key]) for logits in found)
                 print(f"{name}: error of logits {error:.4f}", flush=True)
             if "life" in args.do:
-                fresh = {seed: in_a_process(fresh_life, cell, args, directory, seed) for seed in (1, 2)}
-                for what, seed, found in in_a_process(life_of, cell, args, directory):
+                fresh = {seed: in_processes(fresh_life, one, cell, directory, seed)[0] for seed in (1, 2)}
+                for what, seed, found in in_processes(life_of, one, cell, directory)[0]:
                     off, other = (relative_error(found, fresh[s]) for s in (seed, 3 - seed))
                     right = off < LIFE_ERROR[cell.dtype] < other / 2
                     failed |= not right
                     print(f"{name}: {what}: {'agrees' if right else 'WRONG'}: logits are off by {off:.4f}, and by "
                           f"{other:.4f} from those of the other weights", flush=True)
+            for how in sorted({"kill", "stop"} & set(args.do)):
+                (said, seconds), _ = in_processes(failed_rank, args, cell, directory, how)
+                # The engine's process says more, in its log.
+                failed |= said == "nothing"
+                print(f"{name}: {how}: rank 0 ended after {seconds:.2f} s with {said}", flush=True)
             if {"tokens", "times"} & set(args.do):
-                about, tokens, times = in_a_process(serve, cell, args, directory)
+                about, tokens, times = served(args, cell, directory)
                 print(f"{name}: started: " + ", ".join(f"{k} {v}" for k, v in about.items() if k.startswith(("start", "made"))),
                       flush=True)
                 rows.append((cell, about | {"error": error}, times))
@@ -297,7 +343,7 @@ def main():
     if args.json:
         command = command_of("engines.py", sys.argv[1:])
         found = [
-            {"suite": "engines", "topology": "1"} | about
+            {"suite": "engines", "topology": args.topology} | about
             | {"model": cell.model, "dtype": cell.dtype, "backend": cell.backend, "batch": batch, "prompt": prompt}
             | row | {"commit": commit, "command": command}
             for cell, about, times in rows for (batch, prompt), row in times.items()

@@ -8,6 +8,7 @@ from typing import Any
 
 from ._activation import Activation
 from ._serving import Options, refuse_too_few_sms
+from ._values import count_text
 from ._weights import Order
 from .errors import Unsupported
 
@@ -80,8 +81,8 @@ def refuse_fused(options: Options, vllm_config: Any, moe_config: Any) -> None:
     ranks = max(moe_parallel.dp_size, moe_parallel.tp_size, getattr(parallel, "tensor_parallel_size", 1))
     if not moe_parallel.use_ep and ranks > 1:
         raise Unsupported(
-            f"{_FUSED}, but each of {ranks} ranks has a part of every expert; serve with --enable-expert-parallel, or "
-            "leave expert_parallel out"
+            f"{_FUSED}, but each of {count_text(ranks, 'rank')} has a part of every expert; serve with "
+            "--enable-expert-parallel, or leave expert_parallel out"
         )
     if not is_fused(options, moe_config):
         return
@@ -100,8 +101,8 @@ def refuse_fused(options: Options, vllm_config: Any, moe_config: Any) -> None:
     ):
         if getattr(parallel, name, 1) > 1:
             raise Unsupported(
-                f"{_FUSED} with {what} parallelism over {getattr(parallel, name)} ranks, which was never tried; "
-                "leave one of them out"
+                f"{_FUSED} with {what} parallelism over {count_text(getattr(parallel, name), 'rank')}, which was never "
+                "tried; leave one of them out"
             )
     if moe_parallel.all2all_backend != "allgather_reducescatter":
         raise Unsupported(

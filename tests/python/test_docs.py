@@ -152,7 +152,7 @@ NO_TESTS = {
     r"scripts/wheel\.sh": "builds for minutes",
     r"vllm serve .*": "needs vLLM, a GPU and a model of 60 GB",
     r"(SWITCHYARD_SGLANG_OPTIONS='.*' )?python -m sglang\.launch_server .*": "needs SGLang, a GPU and a model",
-    r"(SWITCHYARD_PYTHON=)?\$\(tests/python/(server_)?environment\.sh.*\).*": "makes an environment, and runs these tests",
+    r"(SWITCHYARD_PYTHON=|SWITCHYARD_VLLM_STEPS=\d+ )?\$\(tests/python/(server_)?environment\.sh.*\).*": "makes an environment, and runs these tests",
 }
 OURS = re.compile(r"(python -m )?switchyard ")
 

@@ -3,6 +3,7 @@
 import json
 import random
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,6 +13,7 @@ from conftest import ROOT
 
 sys.path.insert(0, str(ROOT / "bench"))
 import engine_models
+import engine_ranks
 import engines
 import result_rows
 
@@ -90,6 +92,59 @@ def test_a_checkpoint_has_all_values_once():
     qkv = found["model.layers.0.self_attn.qkv_proj.weight"]
     assert torch.equal(made["model.layers.0.self_attn.v_proj.weight"].float(), qkv[384:].float())
     assert made["model.layers.0.self_attn.k_proj.weight_scale_inv"].shape == (1, 2)
+
+
+def test_ranks_have_the_experts_of_one_engine():
+    class Layer(torch.nn.Module):
+        def __init__(self, first, own):
+            super().__init__()
+            there = torch.full((E,), -1)
+            there[first : first + own] = torch.arange(own)
+            self.register_buffer("_expert_map", there if own < E else None)
+            for name, rows, columns in (("w13", 2 * I, H), ("w2", H, I)):
+                matrix = torch.empty(own, rows, columns).to(torch.float8_e4m3fn)
+                setattr(self, name + "_weight", torch.nn.Parameter(matrix, requires_grad=False))
+                scale = torch.empty(own, rows // 128, columns // 128)
+                setattr(self, name + "_weight_scale_inv", torch.nn.Parameter(scale, requires_grad=False))
+
+    def model(*share):
+        made = torch.nn.Sequential(torch.nn.Linear(H, H, bias=False), Layer(*share))
+        engine_models.fill(made)
+        return dict(made.named_parameters())
+
+    whole, ranks = model(0, E), [model(0, 2), model(2, 1)]
+    for name, value in whole.items():
+        parts = [rank[name] for rank in ranks]
+        found = torch.cat([part.float() for part in parts]) if name.startswith("1.") else parts[1]
+        assert torch.equal(value.float(), found), name
+
+
+def one_of(args, what):
+    if what == "die":
+        import os
+
+        os._exit(3)
+    if args.rank is None:
+        return what
+    args.rank.meet(30)
+    if what == "fail" and args.rank.number:
+        raise ValueError("no such expert")
+    return args.rank.number, args.rank.share([1, 2, 3, 4, 5, 6, 7])
+
+
+def test_engines_of_several_ranks():
+    args = SimpleNamespace(topology="dp2ep2")
+    assert engine_ranks.in_processes(one_of, args, "work") == [(0, [1, 2, 3, 4, 5]), (1, [6, 7])]
+    assert engine_ranks.in_processes(one_of, SimpleNamespace(topology="1"), "alone") == ["alone"]
+    with pytest.raises(RuntimeError, match="(?s)rank 1: Traceback.*ValueError: no such expert"):
+        engine_ranks.in_processes(one_of, args, "fail")
+    with pytest.raises(RuntimeError, match="rank 0: the process died\nrank 1: the process died"):
+        engine_ranks.in_processes(one_of, args, "die")
+    first = {(8, 128): {"tpot_ms": 2.0, "times_ms": [2.0, 3.0], "tokens_per_s": 100.0}}
+    second = {(8, 128): {"tpot_ms": 2.5, "times_ms": [2.5, 2.9], "tokens_per_s": 90.0}}
+    assert engine_ranks.joined_times([first, second]) == {
+        (8, 128): {"tpot_ms": 2.5, "times_ms": [2.5, 3.0], "tokens_per_s": 190.0}
+    }
 
 
 def tokens(seed, noise=0.0, changed=None):
