@@ -46,7 +46,7 @@ from . import tuner
 
 if TYPE_CHECKING:
     from ._layer import MoeLayer
-    from ._hf import patch, register_with_transformers
+    from ._hf_patch import patch, register_with_transformers
 
 __version__ = version()
 
@@ -102,8 +102,8 @@ __all__ = [
 # Names whose modules need torch or transformers. Such a module is imported when its name is asked for.
 _LATER = {
     "MoeLayer": "_layer",
-    "patch": "_hf",
-    "register_with_transformers": "_hf",
+    "patch": "_hf_patch",
+    "register_with_transformers": "_hf_patch",
 }
 
 

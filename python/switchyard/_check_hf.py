@@ -64,7 +64,7 @@ def _classes() -> Iterator[tuple[str, str, bool]]:
     would take minutes."""
     import transformers
 
-    from ._hf import _PATCHES, _REFUSED
+    from ._hf_patch import _PATCHES, _REFUSED
 
     models = pathlib.Path(transformers.__file__).parent / "models"
     for path in sorted(models.glob("*/modeling_*.py")):
@@ -190,13 +190,13 @@ def check_class(family: str, name: str, decorated: bool) -> Row:
     """Build one class, run it both ways and compare."""
     import torch
 
-    from . import _hf
+    from . import _hf, _hf_patch
     from .errors import DTypeMismatch, Unsupported
 
     reached_by = "experts_implementation" if decorated else "patch"
     row = Row(family, name, reached_by, "refused")
-    if name in _hf._REFUSED:
-        row.reason = _hf._REFUSED[name]
+    if name in _hf_patch._REFUSED:
+        row.reason = _hf_patch._REFUSED[name]
         return row
     module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
     try:
@@ -207,7 +207,7 @@ def check_class(family: str, name: str, decorated: bool) -> Row:
     try:
         expected = _output(eager, _inputs(eager, torch.float32))
         ours = copy.deepcopy(eager)
-        _hf.patch(ours)
+        _hf_patch.patch(ours)
         # As a layer that is made says.
         row.f32_error = _error(_output(ours, _inputs(ours, torch.float32)), expected)
         made = next(made for m, made in list(_hf._made.items()) if m in set(ours.modules()))
@@ -219,7 +219,7 @@ def check_class(family: str, name: str, decorated: bool) -> Row:
         inputs = _inputs(half, torch.bfloat16)
         exact = _output(rounded, [i.float() if i.is_floating_point() else i for i in inputs])
         row.bf16_error_of_eager = _error(_output(half, inputs), exact)
-        _hf.patch(half)
+        _hf_patch.patch(half)
         row.bf16_error = _error(_output(half, inputs), exact)
     except (Unsupported, DTypeMismatch) as error:
         row.reason = str(error)

@@ -14,9 +14,9 @@ transformers = pytest.importorskip("transformers", minversion="5.0")
 
 from conftest import in_threads
 import switchyard
-from switchyard import _check_hf, _hf
+from switchyard import _check_hf, _hf, _hf_patch
 
-CLASSES = [c for c in _check_hf._classes() if c[1] not in _hf._REFUSED]
+CLASSES = [c for c in _check_hf._classes() if c[1] not in _hf_patch._REFUSED]
 
 
 @functools.cache
