@@ -73,6 +73,10 @@ class _Made:
         for holder, name, value in self.held:
             if getattr(module if holder is None else holder, name, None) is not value:
                 return False
+        return self.computes_as(module)
+
+    def computes_as(self, module: torch.nn.Module) -> bool:
+        """Whether the module's activation is the one that the layer was made with."""
         for child, name, value in self.attributes:
             holder = module if child is None else module._modules.get(child)
             if holder is None:
@@ -219,12 +223,22 @@ def _refuse_unknown_attributes(module: torch.nn.Module) -> None:
 
 def _of_decorated(module: Any) -> _Found:
     """Experts that go through the interface of transformers: what the decorator says of them."""
-    gated = bool(getattr(module, "has_gate", True))
-    transposed = bool(getattr(module, "is_transposed", False))
-    name = "gate_up_proj" if gated else "up_proj"
+    found = _arrays_of_decorated(module)
+    if getattr(module, "has_gate", True):
+        activation, order = _activation_of(module, found.w13, found.options["transposed"])
+        found.options.update(activation=activation, order=order)
+    else:
+        found.options["activation"] = _probe.plain(_name(module), module.act_fn, found.w13.device)
+    found.attributes = {n: getattr(module, n) for n in _OF_ACTIVATION if hasattr(module, n)}
+    return found
+
+
+def _arrays_of_decorated(module: Any) -> _Found:
+    """Their arrays, and how these are laid out, without the activation."""
+    name = "gate_up_proj" if getattr(module, "has_gate", True) else "up_proj"
     tensors = {name: _parameter(module, name), "down_proj": _parameter(module, "down_proj")}
     w13, w2 = tensors.values()
-    options: dict[str, Any] = {"transposed": transposed}
+    options: dict[str, Any] = {"transposed": bool(getattr(module, "is_transposed", False))}
 
     def read(option: str, attribute: str) -> None:
         options[option] = tensors[attribute] = _parameter(module, attribute)
@@ -251,12 +265,7 @@ def _of_decorated(module: Any) -> _Found:
             f"{_name(module)}.{name} is uint8, packed in a format that Switchyard does not know; load the model with "
             "dequantize=True, which makes bf16 of it"
         )
-    if gated:
-        options["activation"], options["order"] = _activation_of(module, w13, transposed)
-    else:
-        options["activation"] = _probe.plain(_name(module), module.act_fn, w13.device)
-    attributes = {n: getattr(module, n) for n in _OF_ACTIVATION if hasattr(module, n)}
-    return _Found(w13, w2, options, tensors, attributes)
+    return _Found(w13, w2, options, tensors)
 
 
 # DeepSeek-V4's experts, as transformers has them: two numbers in a byte.
@@ -389,11 +398,21 @@ def _layer_of(
     return made
 
 
-def _make(module: torch.nn.Module, tokens: int, top_k: int, find: _Finder, patched: object) -> _Made:
+def _make(
+    module: torch.nn.Module,
+    tokens: int,
+    top_k: int,
+    find: _Finder,
+    patched: object,
+    world: World | None = None,
+) -> _Made:
+    """A layer of what a module has now. world: whose ranks have as many experts each, if not one process all."""
     _warn_of_newer()
     with torch.no_grad(), torch.inference_mode(False):
         found, watch = _read(module, find)
         options = {"large_ids_are_none": True, "world": _settings.world} | _settings.options | found.options
+        if world is not None:
+            options |= {"world": world, "num_experts": found.w2.shape[0] * world.size}
         most = options.pop("max_tokens", None) or max(_LEAST_TOKENS, 1 << (tokens - 1).bit_length())
         options = values_of(options) | {"top_k": top_k, "max_tokens": max(most, tokens)}
         form = (

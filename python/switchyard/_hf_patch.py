@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from . import _hf
+from . import _hf, _hf_parallel
 from ._activation import Activation
 from ._experts import Experts
 from ._options import RENAMED, is_count, refuse_gone, values_of
@@ -354,14 +354,14 @@ def register_with_transformers(
     Then ``AutoModelForCausalLM.from_pretrained(..., experts_implementation="switchyard")`` runs the
     experts of bf16, fp16, fp32 and FP8 models with Switchyard, where their class goes through the
     interface of transformers; `patch` is for the others. ``python -m switchyard check-hf`` says
-    which do.
+    which do. Expert parallelism knows the name, too: docs/frameworks/transformers.md.
 
     Parameters
     ----------
     name : str
     world : World, optional
-        None: a world of one. Under expert parallelism of transformers that is right: it replicates
-        tokens, marks slots of other ranks' experts and adds results up.
+        None: a world of one. With ``DistributedConfig(ep_implementation="switchyard")`` layers are over
+        the ranks of that group all the same.
     **options
         For every layer: max_tokens, and of `Numerics`, `Placement` and `Diagnostics` compute, bad_ids,
         capacity_factor, capacity_rule, pre_sum_per_host, num_threads, reserved_sms, deadline, trace,
@@ -387,6 +387,7 @@ def register_with_transformers(
     _hf._settings.world = world
     _hf._settings.options = dict(options)
     ALL_EXPERTS_FUNCTIONS.register(name, _hf.experts_forward)
+    _hf_parallel.register(name)
     try:
         from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS
     except ImportError:

@@ -3,9 +3,11 @@ SWITCHYARD_LIBRARY and PYTHONPATH say otherwise, or SWITCHYARD_TEST_INSTALLED is
 
 import collections
 import concurrent.futures
+import json
 import os
 import pathlib
 import re
+import socket
 import subprocess
 import sys
 
@@ -64,6 +66,38 @@ def python(*words, **how):
     done = started(sys.executable, *words, **how)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return done
+
+
+def launched(ranks, script, *words, failing=None, timeout=300):
+    """The lines of JSON that each rank of a script wrote: processes with torchrun's variables, which must succeed.
+    failing: the rank that kills or stops itself, and is ended when the others have."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    where = dict(WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1")
+    command = [sys.executable, *map(str, (script, *words))]
+    processes = [
+        subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=os.environ | where | dict(RANK=str(rank), LOCAL_RANK=str(rank)),
+        )
+        for rank in range(ranks)
+    ]
+    try:
+        waited_for = [process for rank, process in enumerate(processes) if rank != failing]
+        # All at once: one that is full of output must not hold up the others.
+        with concurrent.futures.ThreadPoolExecutor(ranks) as pool:
+            done = list(pool.map(lambda process: process.communicate(timeout=timeout), waited_for))
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    for process, (out, errors) in zip(waited_for, done):
+        assert process.returncode == 0, out[-2000:] + errors[-4000:]
+    return [[json.loads(line) for line in out.splitlines() if line.startswith("{")] for out, _ in done]
 
 
 def in_threads(body, arguments):

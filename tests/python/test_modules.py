@@ -16,7 +16,7 @@ NEEDS = {
     "_vllm": "vllm",
     "_vllm_four_bit": "vllm",
     "_sglang_runner": "sglang",
-    **dict.fromkeys(("_hf", "_hf_block", "_hf_patch", "_layer", "_probe", "_torch", "_watch"), "torch"),
+    **dict.fromkeys(("_hf", "_hf_block", "_hf_parallel", "_hf_patch", "_layer", "_probe", "_torch", "_watch"), "torch"),
 }
 ALONE = """
 import importlib, sys, types

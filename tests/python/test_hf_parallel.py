@@ -1,0 +1,67 @@
+"""Expert parallelism of transformers in one kernel: a model over processes beside the same model in one."""
+
+import importlib.util
+import pathlib
+import types
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers", minversion="5.17")
+
+from conftest import launched
+import switchyard
+from switchyard import _hf_parallel
+
+NEW = importlib.util.find_spec("transformers.distributed.expert_parallel") is not None
+SCRIPT = pathlib.Path(__file__).parent / "hf_ranks.py"
+# Topology, model, ranks. Before 5.24 all ranks have one batch.
+RUNS = [("tp", "qwen3_moe", 2), ("tp", "gpt_oss", 2)]
+if NEW:
+    RUNS += [("dp", "gpt_oss", 2), ("tp_dp", "qwen3_moe", 4), ("copies", "qwen3_moe", 4)]
+
+
+def values(lines, key):
+    return [line[key] for line in lines if key in line]
+
+
+@pytest.mark.parametrize("topology,model,ranks", RUNS)
+def test_a_model_over_ranks(topology, model, ranks):
+    """Logits as of one process, whose experts are eager, though numbers of tokens differ between ranks."""
+    for lines in launched(ranks, SCRIPT, topology, model):
+        shard = values(lines, "shard")[0]
+        assert values(lines, "experts") == [8 // (ranks // 2 if topology == "copies" else ranks)]
+        assert shard[0] == 8 // ranks
+        errors = values(lines, "error")
+        assert len(errors) == 6 and max(errors) < 1e-5, lines
+        assert values(lines, "error_of_zeros")[0] > 0.05
+        assert values(lines, "error_of_another_activation")[0] < 1e-5
+        assert "no backward pass" in values(lines, "gradient")[0]
+        if topology == "tp":
+            assert values(lines, "same_words") == [True]
+            assert values(lines, "compiled")[0] < 1e-5
+        else:
+            assert "; pass a larger max_tokens to register_with_transformers()" in values(lines, "too_many")[0]
+
+
+@pytest.mark.parametrize("how", ["SIGKILL", "SIGSTOP"])
+def test_a_rank_that_fails_is_named(how):
+    ranks = launched(2, SCRIPT, "tp", "qwen3_moe", how, failing=1)
+    assert values(ranks[0], "kind") in (["Timeout"], ["Aborted"])
+    assert "rank 1" in values(ranks[0], "failure")[0]
+
+
+def test_a_module_without_the_interface_is_refused():
+    with pytest.raises(switchyard.Unsupported, match="Linear does not go through.*ep_implementation='auto'"):
+        _hf_parallel.FusedExperts(torch.nn.Linear(2, 2), None, None)
+
+
+def test_too_few_sms_beside_nccl_are_refused(monkeypatch):
+    """Where ranks have batches of their own, FSDP's all-gathers run at the same time."""
+    fused = object.__new__(_hf_parallel.FusedExperts)
+    fused._group, fused._shares_batch = None, False
+    on_gpu = types.SimpleNamespace(parameters=lambda: iter([types.SimpleNamespace(device=torch.device("cuda"))]))
+    monkeypatch.setattr(_hf_parallel, "_world_of", lambda group: types.SimpleNamespace(size=2))
+    monkeypatch.delenv("NCCL_MAX_CTAS", raising=False)
+    with pytest.raises(switchyard.Unsupported, match=r"reserved_sms of register_with_transformers\(\) is 0.*to 32"):
+        fused._make(on_gpu, 8, 2)
