@@ -37,8 +37,9 @@ publish of the same layers, the roofline, a heat map of time over floor, the loa
 where rows tell it, and with --trace the timeline of a pass. With --profile it shows the choice of a
 kernel's configurations: time over tokens and balancedness, regions, regret, and predicted against
 measured. With --routing it shows, and prints, the balancedness of each recorded layer over its
-steps. Of rows of 'bench all_to_all' it shows each rung's stages, ranks and geometric mean. The
-numbers of every chart are in a table below it.
+steps. Of rows of 'bench all_to_all' it shows each rung's stages, ranks and geometric mean, of other
+suites, of 'tune --evaluate' and of scripts their times. The numbers of every chart are in a table
+below it. A trace can stand alone.
 
 Exit codes: 0 done; 2 unusable files or arguments.)";
 
@@ -76,16 +77,22 @@ report::Roofs roofs_of(const std::vector<results::Row>& rows,
           .fp8_flops_per_second = value(facts->fp8_flops_per_second)};
 }
 
+// Returns none for what is no rows, too: whoever reads it for rows of layers says what is wrong.
+std::optional<report::Table> read_table(const std::string& file, const std::string& name) {
+  const std::string text = read_named(file, results::kMostFileBytes);
+  return report::table_of(results::parse(text, file, results::Row::kRemedy), name);
+}
+
 int run(const HtmlReportOptions& o) {
   std::vector<std::string> inputs = o.files;
   inputs.insert(inputs.end(), {o.published, o.trace, o.machine_facts});
   inputs.insert(inputs.end(), o.profiles.begin(), o.profiles.end());
   inputs.insert(inputs.end(), o.routings.begin(), o.routings.end());
-  if (o.files.empty() && o.profiles.empty() && o.routings.empty()) {
+  if (o.files.empty() && o.profiles.empty() && o.routings.empty() && o.trace.empty()) {
     throw Error(
         ErrorCode::kInvalidArgument,
-        "there is nothing to show; give files of rows, --profile or --routing; see 'switchyard "
-        "report --help'");
+        "there is nothing to show; give files of rows, --profile, --routing or --trace; see "
+        "'switchyard report --help'");
   }
   for (const auto& [name, file] :
        {std::pair{"--published", &o.published}, {"--machine-facts", &o.machine_facts}}) {
@@ -99,11 +106,15 @@ int run(const HtmlReportOptions& o) {
   const std::filesystem::path output = output_file("-o", o.output, inputs);
   std::vector<std::filesystem::path> paths;  // of layers' rows
   std::vector<report::Ladder> ladders;
+  std::vector<report::Table> tables;
   for (const std::string& file : o.files) {
+    const std::string name = std::filesystem::path(file).filename().string();
     if (results::has_all_to_all_rows(file)) {
       ladders.push_back({results::parse_rows<results::AllToAllRow>(
                              read_text(file, results::kMostFileBytes), file),
-                         std::filesystem::path(file).filename().string()});
+                         name});
+    } else if (std::optional<report::Table> table = read_table(file, name)) {
+      tables.push_back(std::move(*table));
     } else {
       paths.emplace_back(file);
     }
@@ -134,9 +145,15 @@ int run(const HtmlReportOptions& o) {
     traced += fmt::format("; {} of the all-to-all problem", plural(ladder.rows.size(), "point"));
   }
   input.ladders = std::move(ladders);
+  for (const report::Table& table : tables) {
+    input.files.push_back(table.file);
+    traced += fmt::format("; {} of {}", plural(table.size(), "row"), printable(table.file));
+  }
+  input.tables = std::move(tables);
   if (!o.trace.empty()) {
     input.timeline = report::read_timeline(o.trace);
     input.trace_file = std::filesystem::path(o.trace).filename().string();
+    input.files.push_back(input.trace_file);
     traced += fmt::format("; {} of {}", plural(input.timeline->num_slices, "slice"),
                           plural(input.timeline->ranks.size(), "rank"));
   }
@@ -166,7 +183,8 @@ int run(const HtmlReportOptions& o) {
 void add_report(CommandLine& line) {
   Command& command = line.add_command("report", "Make an HTML page of benchmark results");
   const auto options = std::make_shared<HtmlReportOptions>();
-  command.add_texts("files", options->files, "FILE", "What 'switchyard bench --json' wrote");
+  command.add_texts("files", options->files, "FILE",
+                    "What 'switchyard bench --json', 'tune --evaluate --json' and scripts\nwrote");
   command.add_text("-o,--output,--out", options->output, "FILE", "The page (default report.html)");
   command.add_text("--published", options->published, "FILE",
                    "Times that others publish, to stand beside rows of the same layers:\n"

@@ -14,6 +14,7 @@
 #include "cli/layer_run.h"
 #include "cli/run_report.h"
 #include "cli/trace_report.h"
+#include "report/page.h"
 #include "trace/chrome_trace.h"
 
 namespace switchyard::cli {
@@ -21,11 +22,12 @@ namespace {
 
 struct TraceOptions : LayerRunOptions {
   std::string out = "trace.json";
+  std::string html;
   bool json = false;
 };
 
 constexpr const char* kExamples = R"(Examples:
-  switchyard trace --model olmoe --tokens 1024 --ranks 4
+  switchyard trace --model olmoe --tokens 1024 --ranks 4 --html trace.html
   switchyard trace --model deepseek-v3 --experts 32 --tokens 64 --balancedness 0.7 -o v3.json
   switchyard trace --model qwen3-30b --tokens 4096 --ranks 2 --backend cuda
   switchyard trace --model olmoe --tokens 512 --ranks 2 --late 20000    # what is done meanwhile
@@ -43,6 +45,8 @@ void add_trace_options(Command& command, TraceOptions& o) {
   command.heading("Report");
   command.add_text("-o,--output,--out", o.out, "FILE",
                    "Where to write the trace (default trace.json)");
+  command.add_text("--html", o.html, "FILE",
+                   "Also make a page of the timeline, which opens without a network");
   command.add_flag("--json", o.json, "Summary as JSON");
 }
 
@@ -62,6 +66,16 @@ void write_trace(const TraceOptions& options, const std::filesystem::path& path,
   write_whole(path, text.view());
 }
 
+// Makes the page that 'switchyard report --trace' makes.
+void write_page(const TraceOptions& options, const std::filesystem::path& trace,
+                const std::filesystem::path& page) {
+  report::PageInput input;
+  input.timeline = report::read_timeline(trace);
+  input.trace_file = std::filesystem::path(options.out).filename().string();
+  input.files.push_back(input.trace_file);
+  write_whole(page, report::make_page(input));
+}
+
 void print_text(const TraceOptions& options, const LayerRun& run, const trace::Summary& summary,
                 const char* unit) {
   const Palette palette = Palette::for_output(STDOUT_FILENO);
@@ -71,20 +85,29 @@ void print_text(const TraceOptions& options, const LayerRun& run, const trace::S
   for (const std::string& line : to_text(summary, unit, palette)) lines.add_whole(line);
   lines.add_blank();
   lines.add("file", fmt::format("{}, for ui.perfetto.dev", printable(options.out)));
+  if (!options.html.empty()) lines.add("page", printable(options.html));
   for (const std::string& line : lines.take()) fmt::print("{}\n", line);
 }
 
 int run(TraceOptions& options) {
   const std::filesystem::path out = place_for("--output", options.out, options);
+  const std::filesystem::path page = place_for("--html", options.html, options);
+  if (page == out) {
+    throw Error(ErrorCode::kInvalidArgument,
+                fmt::format("--html and --output are both {}; name another file for one of them",
+                            printable(options.html)));
+  }
   options.ranks.trace = true;
   const LayerRun run = run_layer(options, true);
   if (!run.result) return kExitOk;
   const char* const unit = run.result->backend == Backend::kCuda ? "SM" : "thread";
   write_trace(options, out, run, unit);
+  if (!page.empty()) write_page(options, out, page);
   const trace::Summary summary = trace::summarize(run.result->traces);
   if (options.json) {
     Json json = to_json(summary, unit);
     json["file"] = options.out;
+    if (!options.html.empty()) json["page"] = options.html;
     fmt::print("{}\n", json.dump({.indent = 2, .ascii = true}));
   } else {
     print_text(options, run, summary, unit);

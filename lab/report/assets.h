@@ -11,6 +11,7 @@ extern const std::string_view kPlot;      // scales, axes, tables: what all char
 extern const std::string_view kCharts;    // charts of rows
 extern const std::string_view kTuning;    // the choice of configurations
 extern const std::string_view kLadder;    // the all-to-all problem
+extern const std::string_view kTables;    // rows of all other kinds
 extern const std::string_view kRouting;   // recorded routings
 extern const std::string_view kTimeline;  // the time axis of a trace
 extern const std::string_view kMain;

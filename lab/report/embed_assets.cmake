@@ -2,7 +2,7 @@
 #   cmake -DDIRECTORY=... -DOUTPUT=... -P embed_assets.cmake
 set(source "#include \"report/assets.h\"\n\nnamespace switchyard::report::assets {\n\n")
 foreach(asset IN ITEMS kPage=page.html kStyle=page.css kPlot=plot.js kCharts=charts.js
-                       kTuning=tuning.js kRouting=routing.js kLadder=ladder.js kTimeline=timeline.js
+                       kTuning=tuning.js kRouting=routing.js kLadder=ladder.js kTables=tables.js kTimeline=timeline.js
                        kMain=main.js)
   string(REGEX MATCH "^([^=]+)=(.+)$" matched ${asset})
   set(name ${CMAKE_MATCH_1})

@@ -7,6 +7,7 @@
 #include "base/plural.h"
 #include "report/assets.h"
 #include "report/summary.h"
+#include "results/row_file.h"
 
 namespace switchyard::report {
 namespace {
@@ -21,6 +22,7 @@ Json page_json(const Row& row) {
                {"compute", row.compute},
                {"routing", row.routing},
                {"machine", row.machine},
+               {"card", results::card_of(row.machine)},
                {"ranks", row.ranks},
                {"tokens", row.tokens_per_rank},
                {"beta", row.beta},
@@ -110,6 +112,10 @@ Json data_of(const PageInput& input, std::span<const Suite> suites) {
   for (const Tuning& tuning : input.tunings) tunings.push_back(tuning_json(tuning));
   Json ladders = Json::array();
   for (const Ladder& ladder : input.ladders) ladders.push_back(ladder_json(ladder));
+  Json tables = Json::array();
+  for (const Table& table : input.tables) {
+    tables.push_back({{"file", table.file}, {"rows", table.rows}});
+  }
   Json routings = Json::array();
   for (const Routing& routing : input.routings) routings.push_back(routing_json(routing));
   return {{"roofs",
@@ -121,6 +127,7 @@ Json data_of(const PageInput& input, std::span<const Suite> suites) {
           {"published", published},
           {"tunings", tunings},
           {"ladders", ladders},
+          {"tables", tables},
           {"routings", routings},
           {"timeline", input.timeline ? page_json(*input.timeline, input.trace_file) : Json()}};
 }
@@ -253,6 +260,7 @@ std::string make_page(const PageInput& input) {
   std::size_t points = input.rows.size();
   for (const Tuning& tuning : input.tunings) points += tuning.profile.points.size();
   for (const Ladder& ladder : input.ladders) points += ladder.rows.size();
+  for (const Table& table : input.tables) points += table.size();
   for (const Routing& routing : input.routings) {
     for (const Recording& recording : routing.recordings.layers) points += recording.steps.size();
   }
@@ -267,6 +275,7 @@ std::string make_page(const PageInput& input) {
                         {"charts", std::string(assets::kCharts)},
                         {"tuning", std::string(assets::kTuning)},
                         {"ladder", std::string(assets::kLadder)},
+                        {"tables", std::string(assets::kTables)},
                         {"routing", std::string(assets::kRouting)},
                         {"timeline", std::string(assets::kTimeline)},
                         {"main", std::string(assets::kMain)}};

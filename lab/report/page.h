@@ -10,6 +10,7 @@
 #include "base/json.h"
 #include "report/ladder.h"
 #include "report/routing.h"
+#include "report/tables.h"
 #include "report/timeline.h"
 #include "report/tuning.h"
 #include "results/published.h"
@@ -37,6 +38,7 @@ struct PageInput {
   std::vector<Tuning> tunings;
   std::vector<Ladder> ladders;
   std::vector<Routing> routings;
+  std::vector<Table> tables;
 };
 
 std::string make_page(const PageInput& input);

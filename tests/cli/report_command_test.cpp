@@ -46,6 +46,26 @@ TEST_F(ReportCommand, DrawsTheAllToAllProblemBesideLayers) {
   EXPECT_THAT(read_file(page), HasSubstr("\"ladders\":[{\"file\":\"all_to_all.json\""));
 }
 
+TEST_F(ReportCommand, DrawsWhatEverySuiteWrites) {
+  const std::string late = path("late.json"), page = path("made.html");
+  run_well(join({"bench", "late", "--backend", "cpu", "--late", "1", "--tokens", "2", "--repeat",
+                 "1", "--model", "olmoe", "--json", late},
+                {}));
+  const std::string script =
+      file("script.json", R"([{"suite": "sonic_moe", "machine": "m", "median_us": 3}])");
+  const Completed done = run_well({"report", late, script, measured_rows(), "-o", page});
+  EXPECT_THAT(done.out, HasSubstr("2 points of 1 file"));
+  EXPECT_THAT(done.out, HasSubstr("1 row of script.json"));
+  EXPECT_THAT(read_file(page), HasSubstr("\"tables\":[{\"file\":\"late.json\""));
+}
+
+TEST_F(ReportCommand, DrawsATraceAlone) {
+  const std::string page = path("made.html");
+  const Completed done = run_well({"report", "--trace", file("trace.json", kTrace), "-o", page});
+  EXPECT_THAT(done.out, HasSubstr("1 slice of 1 rank"));
+  EXPECT_THAT(read_file(page), HasSubstr("<code>trace.json</code>"));
+}
+
 TEST_F(ReportCommand, MakesAPageOfAProfile) {
   run_well({"tune", "--backend",      "cpu",   "--models",       "olmoe",  "--experts",
             "16",   "--hidden",       "64",    "--intermediate", "64",     "--tokens",

@@ -119,6 +119,19 @@ TEST(Trace, TextTellsWhereTheTimeWent) {
   EXPECT_GT(read_file(path).size(), 1000u);
 }
 
+TEST(Trace, MakesThePageThatReportMakes) {
+  const TemporaryDirectory directory;
+  const auto path = [&](const char* name) { return (directory / name).string(); };
+  const Arguments command = join({"trace", "--backend", "cpu", "--tokens", "8", "--ranks", "2",
+                                  "--threads", "1", "-o", path("trace.json")},
+                                 kTiny);
+  const Completed done = run_well(join(command, {"--html", path("trace.html")}));
+  EXPECT_THAT(done.out, HasSubstr("trace.html"));
+  run_well({"report", "--trace", path("trace.json"), "-o", path("report.html")});
+  EXPECT_EQ(read_file(path("trace.html")), read_file(path("report.html")));
+  expect_told(join(command, {"--html", path("trace.json")}), 2, "another file");
+}
+
 TEST(Trace, LaunchedProcessesShareAFile) {
   const TemporaryDirectory directory;
   const std::string path = (directory / "trace.json").string();

@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
-"""Opens pages of `switchyard report` in headless Chromium: everything is drawn, no label lies on
-another or leaves its chart, keys work, dark and paper differ from light, and A4 holds every chart.
+"""Opens pages of `switchyard report` in headless Chromium, of all committed results: everything is drawn, no label
+lies on another or leaves its chart, labels are legible at 400 px, keys work, dark and paper differ from light, and A4
+holds every chart.
 Exits with 77 where there is no Chromium, after it has made the pages.
 
     browser_check.py --switchyard build/src/cli/switchyard --results results [--keep DIRECTORY]
@@ -75,7 +76,10 @@ PROBE = """
   seen.figures = document.querySelectorAll('figure').length;
   seen.charts = Number(document.documentElement.dataset.charts);
   seen.problem = document.documentElement.dataset.problem || '';
+  seen.smallest = Math.min(...[...document.querySelectorAll('svg.chart text')].filter((text) => text.textContent)
+    .map((text) => text.getScreenCTM()).map(({ a, b }) => 11 * Math.hypot(a, b)));
   document.documentElement.dataset.seen = JSON.stringify(seen);
+  if (parent !== window) parent.postMessage(JSON.stringify(seen), '*');
 })();
 </script>
 """
@@ -84,6 +88,14 @@ PROBE = """
 def require(condition, problem):
     if not condition:
         sys.exit(f"browser_check: {problem}")
+
+
+# Windows are no narrower than 500 px; frames are.
+FRAME = """<!doctype html><body style="margin: 0"><script>
+addEventListener('message', ({ data }) => { document.documentElement.dataset.seen = data; });
+</script><iframe src="PAGE" style="border: 0" width="WIDTH" height="1000"></iframe></body>"""
+NARROW = 400
+SMALLEST_LABEL = 9  # px
 
 
 class Browser:
@@ -105,6 +117,10 @@ class Browser:
         text = page.read_text()
         end = text.rindex("</body>")
         copy.write_text(text[:end] + PROBE + text[end:])
+        if width < 500:
+            framed = page.with_suffix(".frame.html")
+            framed.write_text(FRAME.replace("PAGE", copy.name).replace("WIDTH", str(width)))
+            copy, width = framed, 500
         scheme = ["--blink-settings=preferredColorScheme=0"] if dark else []
         dom = self.open(copy, f"--window-size={width},1000", "--dump-dom", *scheme)
         found = re.search(r'data-seen="([^"]*)"', dom)
@@ -139,19 +155,21 @@ def with_loads(path, copy):
 
 
 def files_of_layers(switchyard, results, directory):
-    """The results that `switchyard report` draws together. It says why it refuses another: the rows are no layers, or
-    their points are those of a file before it."""
-    files = []
+    """The results of layers and of the all-to-all problem, and all others. None is refused but for points of a file
+    before it."""
+    files, others = [], []
     for path in sorted(results.glob("*.json")):
+        if path.name == "published.json":
+            continue  # --published
         done = subprocess.run([switchyard, "report", *files, path, "-o", directory / "one.html"], capture_output=True,
                               text=True, check=False)
         if done.returncode == 0:
-            files.append(path)
+            (others if f"of {path.name}" in done.stdout else files).append(path)
         else:
-            require(f"error (invalid_file): {path}" in done.stderr, f"{path} is refused without its name: {done.stderr}")
+            require(f"error (invalid_file): {path}" in done.stderr and "same point" in done.stderr, f"{path} is refused: {done.stderr}")
     suites = {row["suite"] for path in files for row in json.loads(path.read_text())}
     require(suites >= DRAWN, f"`switchyard report` refuses the results of {', '.join(sorted(DRAWN - suites))}")
-    return files
+    return files, others
 
 
 def panels_of(rows):
@@ -170,7 +188,7 @@ def check(seen, page, figures):
     require(seen["figures"] == seen["charts"] == figures, f"{page}: {seen['charts']} charts, not {figures}")
     for what in ("incomplete", "outside", "overlaps"):
         require(not seen[what], f"{page}: {what}: {seen[what][:8]}")
-    require("time" in seen["tip"], f"{page}: arrow keys tell nothing: {seen['tip']!r}")
+    require("time" in seen["tip"] or "µs" in seen["tip"] or "ms" in seen["tip"], f"{page}: arrow keys tell nothing: {seen['tip']!r}")
     require(seen["sideways"] <= 0, f"{page}: wider than the window by {seen['sideways']} px")
 
 
@@ -186,13 +204,16 @@ def main():
         directory.mkdir(parents=True, exist_ok=True)
         directory = directory.resolve()
         published = arguments.results / "published.json"
-        files = files_of_layers(arguments.switchyard, arguments.results, directory)
+        files, others = files_of_layers(arguments.switchyard, arguments.results, directory)
         with_loads(arguments.results / "one_gpu_bf16.json", directory / "loads.json")
         files.append(directory / "loads.json")
         write_trace(directory / "trace.json")
         page = directory / "report.html"
         subprocess.run([arguments.switchyard, "report", *files, "-o", page, "--published", published,
                         "--trace", directory / "trace.json"], check=True)
+
+        rest = directory / "others.html"
+        subprocess.run([arguments.switchyard, "report", *others, "-o", rest], check=True)
 
         program = next(filter(None, map(shutil.which, BROWSERS)), None)
         if program is None:
@@ -213,7 +234,12 @@ def main():
         require(light["zoomed"] and light["restored"], "the timeline does not zoom by keys")
         require(light["colours"] > 5, "the timeline is blank")
         require(light["published"] > 0, "nothing of what others publish is drawn")
-        check(browser.probe(page, 500), "at 500 px", figures)
+        for of_page, name, count in ((page, "", figures), (rest, "other rows, ", None)):
+            for width in (1280, 500, NARROW):
+                seen = browser.probe(of_page, width)
+                check(seen, f"{name}at {width} px", seen["figures"] if count is None else count)
+            require(seen["smallest"] >= SMALLEST_LABEL, f"{name}at {NARROW} px a label has {seen['smallest']:.1f} px")
+        require(seen["figures"] >= 100, f"of other rows only {seen['figures']} charts are drawn")
         dark = browser.probe(page, 1280, dark=True)
         check(dark, "dark", figures)
         require(light["background"] != dark["background"], "dark is as light as light")

@@ -4,8 +4,7 @@ const sizes = (row) =>
   `H ${row.hidden}, I ${row.intermediate}, ${row.experts} experts, top-${row.top_k}`;
 const types = (row) =>
   (row.dtype === row.compute ? row.dtype : `${row.dtype} computed in ${row.compute}`);
-// "H200" of "2 x NVIDIA H200, 132 SMs, CUDA 13.0".
-const cardOf = (row) => row.machine.replace(/^\d+ x /, '').replace(/^NVIDIA /, '').split(',')[0];
+const cardOf = (row) => row.card.replace(/^NVIDIA /, '');
 const ranksText = (ranks) => (ranks === 1 ? '1 rank' : `${ranks} ranks`);
 
 const overFloor = (row) => (row.floor_us === null ? null : row.median_us / row.floor_us);
@@ -217,7 +216,7 @@ function mark(layer, opacity, transform) {
 
 function roofline(rows, roofs) {
   const shown = rows.filter(onRoofline);
-  const width = 620, height = 380;
+  const width = wideOrNarrow(620, 330), height = wideOrNarrow(380, 300);
   const margin = { left: 58, right: 14, top: 22, bottom: 40 };
   // The roofs are of the machine that the floors are of.
   const computes = distinct(shown.filter((row) => row.floor_us !== null).map((row) => row.compute))
@@ -231,7 +230,7 @@ function roofline(rows, roofs) {
   const x = logScale(...xRange, margin.left, width - margin.right);
   const y = logScale(...yRange, height - margin.bottom, margin.top);
   const chart = frame(width, height, margin,
-    { scale: x, ticks: logTicks(...xRange, 9), format: significant, name: 'arithmetic per touched weight byte (FLOP/B)' },
+    { scale: x, ticks: logTicks(...xRange, wideOrNarrow(9, 5)), format: significant, name: 'arithmetic per touched weight byte (FLOP/B)' },
     { scale: y, ticks: logTicks(...yRange, 8), format: significant, name: 'achieved rate of a rank (TFLOP/s)' });
   computes.forEach((compute) => {
     const ridge = Math.min(Math.max(flat(compute) / slope, xRange[0]), xRange[1]);
@@ -300,6 +299,39 @@ function heatColour(share) {
   return { fill: `rgb(${mixed})`, text: light ? '#1b1f24' : '#ffffff' };
 }
 
+// A line of cells for each layer, below its name, with the tokens above the cells; long lines are broken.
+function narrowHeatMap(lines, most) {
+  const width = 330, cellHeight = 22, perLine = 8;
+  const cellWidth = width / perLine;
+  const chart = svg('svg', { class: 'chart', tabindex: 0, role: 'img' });
+  const points = [];
+  let y = 0;
+  for (const { layer, variant, cells } of lines) {
+    const name = variant ? `${layer}, ${variant}` : layer;
+    chart.append(svg('text', { x: 0, y: y + 13 }, name.length > 54 ? `${name.slice(0, 53)}…` : name));
+    y += 18;
+    const sorted = [...cells].sort((a, b) => a.tokens - b.tokens);
+    for (let begin = 0; begin < sorted.length; begin += perLine) {
+      sorted.slice(begin, begin + perLine).forEach((row, i) => {
+        const x = (i + 0.5) * cellWidth, over = overFloor(row);
+        const colour = heatColour(most > 1 ? (over - 1) / (most - 1) : 0);
+        chart.append(
+          svg('text', { class: 'dim', x, y: y + 11, 'text-anchor': 'middle' }, String(row.tokens)),
+          svg('rect', { x: x - cellWidth / 2 + 1, y: y + 14, width: cellWidth - 2, height: cellHeight - 2, fill: colour.fill }),
+          svg('text', { x, y: y + 28, 'text-anchor': 'middle', style: `fill: ${colour.text}` }, ratio(over)));
+        points.push({ x, y: y + 24, text: rowText(row) });
+      });
+      y += cellHeight + 16;
+    }
+    y += 6;
+  }
+  chart.setAttribute('viewBox', `0 0 ${width} ${y}`);
+  explain(chart, points);
+  const shown = lines.flatMap(({ cells }) => cells);
+  const columns = [['point', (row) => row.title], tokensColumn, ...floorColumns];
+  return figure('Time over floor', 'Median time as a multiple of F; tokens per rank stand above the cells', chart, numbers(columns, shown));
+}
+
 function heatMap(rows, most) {
   const shown = rows.filter((row) => row.floor_us !== null);
   const tokens = ascending(shown.map((row) => row.tokens));
@@ -312,6 +344,7 @@ function heatMap(rows, most) {
   const gap = named ? 10 : 0, top = 8;
   // As high as the roofline beside it, if that makes legible cells.
   const cellHeight = Math.min(Math.max((330 - gap * (layers.length - 1)) / lines.length, 22), 60);
+  if (kNarrow.matches) return narrowHeatMap(lines, most);
   const variantWidth = named ? variantLength * kLabelCharacter + 8 : 0;
   const left = layerLength * kLabelCharacter + 14 + variantWidth;
   // Wider where long names leave no room for the numbers.

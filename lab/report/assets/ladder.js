@@ -17,15 +17,15 @@ function rungText(ladder, row) {
 
 // A row of the chart for each item of `bars`: {name, parts: [µs, ...], dots: [µs, ...], end, text}.
 function barChart(bars, floor) {
-  const width = 620, rowHeight = 26;
-  const margin = { left: 128, right: 56, top: 6, bottom: 40 };
+  const width = wideOrNarrow(620, 330), rowHeight = 26;
+  const margin = { left: wideOrNarrow(128, 118), right: 56, top: 6, bottom: 40 };
   const height = margin.top + bars.length * rowHeight + margin.bottom;
   const most = Math.max(...bars.flatMap(({ parts, dots, end }) =>
     [parts.reduce((sum, part) => sum + part, 0), end, ...dots]), floor ?? 0);
   const x = (value) => margin.left + (width - margin.left - margin.right) * value / most;
   const y = (i) => margin.top + (i + 0.5) * rowHeight;
   const chart = frame(width, height, margin,
-    { scale: x, ticks: linearTicks(0, most, 6), format: count, name: 'µs' },
+    { scale: x, ticks: linearTicks(0, most, wideOrNarrow(6, 3)), format: count, name: 'µs' },
     { scale: y, ticks: [], format: String, name: '' });
   const marks = [];
   bars.forEach(({ name, parts, dots, end, text }, i) => {

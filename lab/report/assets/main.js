@@ -25,7 +25,7 @@ const kPaperWidth = 680;  // px: A4 without margins and a figure's padding
 function timelineSection() {
   const section = html('section', { 'aria-labelledby': 'timeline' },
     html('h2', { id: 'timeline' }, 'Timeline of a pass'));
-  place.append(section);
+  place.after(section);
   const timeline = new Timeline(data.timeline);
   section.append(...timeline.nodes());
   timeline.draw();
@@ -46,17 +46,28 @@ function timelineSection() {
   });
 }
 
-try {
+function draw() {
+  place.replaceChildren();
   // One scale for all maps, so that a colour is the same number everywhere.
   const most = Math.max(1, ...data.suites.flatMap(({ rows }) => rows.map(overFloor)));
   for (const suite of data.suites) place.append(suiteSection(suite, most));
   for (const tuning of data.tunings) place.append(tuningSection(tuning));
   for (const ladder of data.ladders) place.append(ladderSection(ladder));
+  for (const table of data.tables) place.append(tableSection(table));
   for (const routing of data.routings) place.append(routingSection(routing));
-  if (data.timeline) timelineSection();
   document.documentElement.dataset.charts =
     document.querySelectorAll('figure > .chart, figure > canvas').length;
-} catch (error) {
-  place.append(html('p', { class: 'problem' }, `A chart could not be drawn: ${error.message}`));
-  document.documentElement.dataset.problem = error.stack;
 }
+
+function drawOrTell() {
+  try {
+    draw();
+  } catch (error) {
+    place.append(html('p', { class: 'problem' }, `A chart could not be drawn: ${error.message}`));
+    document.documentElement.dataset.problem = error.stack;
+  }
+}
+
+if (data.timeline) timelineSection();
+drawOrTell();
+kNarrow.addEventListener('change', drawOrTell);

@@ -80,6 +80,10 @@ function linearTicks(low, high, most) {
   return ticks;
 }
 
+// Charts of a whole row's width have other layouts where a window is as narrow as a telephone.
+const kNarrow = matchMedia('(max-width: 559px)');
+const wideOrNarrow = (wide, narrow) => (kNarrow.matches ? narrow : wide);
+
 const kLabelCharacter = 7;  // px of a digit at the charts' 11 px, in a wide font
 
 // Returns the values whose labels have room, the largest first.
