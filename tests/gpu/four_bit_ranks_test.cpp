@@ -3,6 +3,7 @@
 
 #include "support/accuracy.h"
 #include "support/device_ranks.h"
+#include "support/fp8.h"
 #include "support/layers.h"
 #include "support/ranks.h"
 
@@ -64,6 +65,28 @@ TEST_P(FourBitsOnRanks, WeightsOnInputBiasesAndClamps) {
     const Batch batch = routed(spec, 700, 0.8);
     expect_accurate(spec, w, batch,
                     run_on_gpus(spec, w, batch, Shares::of({400, 99, 201}), DType::kBF16));
+  }
+}
+
+using FourBitsInFp8OnRanks = OnGpu<::testing::Test>;
+
+TEST_F(FourBitsInFp8OnRanks, TheSameBitsHoweverMany) {
+  for (const int experts : {6, 64}) {
+    const LayerSpec spec = spec_of(608, 352, experts, 4);
+    const MoeWeights w = make_weights(spec, DType::kF4E2M1);
+    const Batch batch = routed(spec, 900, 0.9);
+    const LayerOptions options{.compute = kFp8};
+    const BatchResult one =
+        run_on_gpus(spec, w, batch, Shares::even(900, 1), DType::kBF16, 2, options);
+    expect_accurate_fp8(spec, w, batch, one, 0.8);
+    for (const Shares& shares : {Shares::even(900, 2), Shares::even(900, 5), Shares::of({0, 900}),
+                                 Shares::of({700, 0, 0, 200})}) {
+      SCOPED_TRACE(::testing::Message()
+                   << experts << " experts on " << shares.count.size() << " ranks");
+      const BatchResult many = run_on_gpus(spec, w, batch, shares, DType::kBF16, 2, options);
+      EXPECT_EQ(many.ids, one.ids);
+      EXPECT_TRUE(many.output == one.output);
+    }
   }
 }
 

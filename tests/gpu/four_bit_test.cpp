@@ -97,6 +97,92 @@ TEST_F(GpuFourBits, EverySkewTileHeightAndSize) {
   }
 }
 
+// The closeness is that of FP8 weights (see fp8_test.cpp). Where few tokens or columns of h make
+// the sums, a code of h that is rounded otherwise weighs more.
+void expect_accurate_in_fp8(const LayerSpec& spec, const MoeWeights& w, const Batch& batch,
+                            const BatchResult& result) {
+  expect_accurate_fp8(spec, w, batch, result, batch.x.rows() <= 30 ? 1.2 : 0.8);
+}
+
+TEST_P(EveryModelInFourBitsOnGpu, IsAsGoodWithTokensInFp8) {
+  if (std::get<1>(GetParam()) != kMxfp4) GTEST_SKIP() << "INT4 has no kernels for tokens in FP8";
+  const LayerSpec spec = routed(small_spec(std::get<0>(GetParam())));
+  const MoeWeights w = make_weights(spec, kMxfp4, 11, 1);
+  DeviceLayer layer(spec, w, 1000, {.compute = kFp8});
+  EXPECT_EQ(layer.layer().compute(), kFp8);
+  for (const int tokens : {1, 7, 33, 64, 1000}) {
+    SCOPED_TRACE(::testing::Message() << tokens << " tokens");
+    const Batch batch = random_batch(spec, tokens, DType::kBF16, 200 + tokens);
+    const BatchResult result = layer.run(batch, DType::kBF16);
+    expect_same_routing(spec, w, batch, result);
+    expect_accurate_in_fp8(spec, w, batch, result);
+    for (int repetition = 0; repetition < 3; ++repetition) {
+      EXPECT_TRUE(layer.run(batch, DType::kBF16).output == result.output) << "repeated";
+    }
+    if (HasFatalFailure() || HasNonfatalFailure()) return;
+  }
+}
+
+TEST_F(GpuFourBits, EverySkewTileHeightAndSizeWithTokensInFp8) {
+  for (const auto& [hidden, intermediate] :
+       {std::pair{2880, 2880}, {2880, 64}, {256, 2880}, {96, 320}, {32, 32}, {608, 352}}) {
+    for (const bool gated : {true, false}) {
+      LayerSpec spec{.hidden = hidden, .intermediate = intermediate, .num_experts = 12, .top_k = 3};
+      spec.activation.gated = gated;
+      const MoeWeights w = make_weights(spec, kMxfp4);
+      for (const double beta : {1.0, 0.1}) {
+        for (const int tokens : {5, 30, 300, 1500}) {
+          SCOPED_TRACE(::testing::Message() << hidden << " x " << intermediate << " gated " << gated
+                                            << " beta " << beta << " T " << tokens);
+          const Batch batch = batch_of(spec, tokens, beta);
+          expect_accurate_in_fp8(
+              spec, w, batch,
+              DeviceLayer(spec, w, tokens, {.compute = kFp8}).run(batch, DType::kBF16));
+          if (HasFailure()) return;
+        }
+      }
+    }
+  }
+}
+
+// E4M3 has the codes of a row exactly within 14 octaves of its largest scale. Groups of zeros may
+// have any scale.
+TEST_F(GpuFourBits, ScalesWithinFourteenOctavesAreExactWithTokensInFp8) {
+  const LayerSpec spec = routed({.num_experts = 6, .top_k = 2});
+  for (const int octaves : {1, 8, 15}) {
+    SCOPED_TRACE(octaves);
+    MoeWeights weights = make_weights(spec, kMxfp4);
+    std::deque<std::vector<std::uint8_t>> scales, codes;
+    for_each_four_bit_matrix(weights, [&](MatrixView& m) {
+      std::vector<std::uint8_t>& of = scales.emplace_back();
+      const auto* const bytes = static_cast<const std::uint8_t*>(m.data);
+      std::vector<std::uint8_t>& data =
+          codes.emplace_back(bytes, bytes + m.rows * m.row_stride / 2);
+      for (std::int64_t i = 0; i < m.rows * m.scale_stride; ++i) {
+        of.push_back(static_cast<std::uint8_t>(123 - i * 7 % octaves));
+      }
+      of[2] = 3;
+      std::fill_n(data.begin() + 32, 16, std::uint8_t{0x80});
+      m.scale = of.data();
+      m.data = data.data();
+    });
+    for (const int tokens : {20, 70}) {
+      const Batch batch = batch_of(spec, tokens, 0.5);
+      expect_accurate_in_fp8(
+          spec, weights, batch,
+          DeviceLayer(spec, weights, tokens, {.compute = kFp8}).run(batch, DType::kBF16));
+    }
+  }
+  MoeWeights weights = make_weights(spec, kMxfp4);
+  std::vector<std::uint8_t> scales(static_cast<std::size_t>(spec.hidden) * 10, 120);
+  scales[17 * 10 + 3] = 120 - 15;
+  weights.experts[4].down.scale = scales.data();
+  const std::string message = test::error_of(
+      ErrorCode::kUnsupported, [&] { DeviceLayer layer(spec, weights, 10, {.compute = kFp8}); });
+  EXPECT_THAT(message, HasSubstr("expert 4's down's scale of row 17, group 3"));
+  EXPECT_THAT(message, HasSubstr("within 14 octaves; compute in bf16"));
+}
+
 TEST_F(GpuFourBits, ScalesOfEveryKind) {
   const LayerSpec spec = routed({.num_experts = 6, .top_k = 2});
   for (const int octaves : {1, 7, 20, 100}) {
@@ -136,8 +222,8 @@ TEST_F(GpuFourBits, NonsenseIsRefused) {
     return test::error_of(ErrorCode::kUnsupported,
                           [&] { DeviceLayer layer(spec, weights, 10, options); });
   };
-  EXPECT_THAT(message(make_weights(spec, kMxfp4), {.compute = kFp8}),
-              HasSubstr("with tokens in bf16, not f8_e4m3"));
+  EXPECT_THAT(message(make_weights(spec, kMxfp4), {.compute = DType::kF32}),
+              HasSubstr("with tokens in bf16 or f8_e4m3, not f32"));
   MoeWeights zeros = make_weights(spec, kInt4);
   const std::vector<std::uint8_t> zero(1 << 20, 7);
   for_each_four_bit_matrix(zeros, [&](MatrixView& m) { m.zero = zero.data(); });
@@ -149,10 +235,11 @@ TEST_F(GpuFourBits, NonsenseIsRefused) {
 // 2,000 passes of the same tokens, of few and of many.
 TEST_F(GpuFourBits, TheSameBitsOnEveryRepetition) {
   const LayerSpec spec = routed({.num_experts = 16, .top_k = 4});
-  for (const DType dtype : {kMxfp4, kInt4}) {
+  for (const auto& [dtype, compute] :
+       {std::pair{kMxfp4, DType::kBF16}, {kInt4, DType::kBF16}, {kMxfp4, kFp8}}) {
     const MoeWeights w = make_weights(spec, dtype);
     for (const int tokens : {3, 400}) {
-      DeviceLayer layer(spec, w, tokens);
+      DeviceLayer layer(spec, w, tokens, {.compute = compute});
       const Batch batch = batch_of(spec, tokens, 0.5);
       const BatchResult first = layer.run(batch, DType::kBF16);
       for (int repetition = 0; repetition < 500; ++repetition) {

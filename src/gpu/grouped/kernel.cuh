@@ -267,7 +267,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     cutlass::arch::warpgroup_reg_alloc<C::kRegisters.math>();
     const Epilogue<C> epilogue{params, params, params, block.staging.bytes, nullptr, nullptr};
     while (tasks.next(task)) {
-      OperandRegisters<kFourBit<C>> weights;
+      OperandRegisters<kHoldsOperands<C>> weights;
       RowsSink<C, kGated, kActivates> sink{
           params, call, epilogue, block.rows, block.cut.log2_splits, block.last_part, task};
       gemm_tile_of(__shfl_sync(~0u, task.units, 0), pipeline, task,

@@ -62,7 +62,7 @@ KernelEntry choose_kernel(const World& world, const LayerSpec& spec, const MoeWe
   // Weights that need fp32 are computed in bf16, unless the caller asked for fp32: that is refused.
   const bool rounds = compute == DType::kF32 && !options.compute;
   if (given != nullptr && is_four_bit(given->up.dtype)) {
-    require_boxes(given->up, compute);
+    require_boxes(given->up, compute, true);
     if (spec.shared_intermediate > 0) {
       unsupported(
           "the experts are of four bits and there is a shared expert; kernels for GPUs multiply "

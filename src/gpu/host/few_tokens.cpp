@@ -12,7 +12,7 @@ FewWeights describe(const WeightArray& array, const float* scales, const std::by
   if (numerics.four_bit()) {
     w.data = codes;
     w.row_bytes =
-        static_cast<std::uint32_t>(protocol::ceil_div(array.columns, numerics.stage_columns()));
+        static_cast<std::uint32_t>(protocol::ceil_div(array.columns, kBoxColumnsOfFourBits));
     w.row_stride = std::int64_t{w.row_bytes} * box_bytes(numerics.weight.storage);
     w.expert_stride = w.row_stride * protocol::ceil_div(array.halves * array.rows, kTileRows);
   } else {
@@ -36,10 +36,12 @@ FewWeights describe(const WeightArray& array, const float* scales, const std::by
 }  // namespace
 
 bool few_tokens_serve(const LayerParams& layer, const CallParams& call, const PolicyFacts& policy) {
-  return layer.heaps.size() == 1 && call.given_ids != nullptr && !call.gated &&
-         call.x_type == DType::kBF16 && call.y_type == DType::kBF16 && !call.accumulate &&
-         call.capacity == kNoCapacity && layer.cells_per_token == layer.top_k &&
-         !layer.weight_on_input && layer.ring.words == nullptr && call.trace.records == nullptr &&
+  // (It does not read boxes of codes that become E4M3.)
+  return !(policy.numerics.four_bit() && policy.numerics.scaled()) && layer.heaps.size() == 1 &&
+         call.given_ids != nullptr && !call.gated && call.x_type == DType::kBF16 &&
+         call.y_type == DType::kBF16 && !call.accumulate && call.capacity == kNoCapacity &&
+         layer.cells_per_token == layer.top_k && !layer.weight_on_input &&
+         layer.ring.words == nullptr && call.trace.records == nullptr &&
          few_tokens_fit(
              call.tokens, layer.top_k, layer.hidden, layer.routed.intermediate,
              few_numbers(policy.numerics),

@@ -328,7 +328,7 @@ GroupedGemmEngine::GroupedGemmEngine(const GroupedGemmSpec& spec, const GroupedG
                                      DType compute, const GroupedGemmOptions& options) {
   const int device = checked_device(options);
   const MatrixView& one = weights.matrices.front();
-  if (is_four_bit(one.dtype)) require_boxes(one, compute);
+  if (is_four_bit(one.dtype)) require_boxes(one, compute, false);
   const DType type = is_four_bit(one.dtype) ? one.dtype : compute;
   const GroupedEntry entry = entry_of(spec, type);
   const PolicyFacts policy = policy_of(type);

@@ -40,18 +40,20 @@ void require_elements(const MatrixView& m) {
 
 }  // namespace
 
-void require_boxes(const MatrixView& m, DType compute) {
+void require_boxes(const MatrixView& m, DType compute, bool makes_codes) {
   const auto refuse = [&](const std::string& why) {
     throw Error(ErrorCode::kUnsupported,
                 fmt::format("weights are {}, and {}; use the backend cpu, or convert the weights "
                             "to f8_e4m3 or bf16",
                             to_string(m.dtype), why));
   };
-  if (compute != DType::kBF16) {
-    refuse(fmt::format("kernels for GPUs multiply them with tokens in bf16, not {}",
-                       to_string(compute)));
+  const bool float4 = m.dtype == DType::kF4E2M1;
+  makes_codes = makes_codes && float4;
+  if (compute != DType::kBF16 && !(makes_codes && compute == DType::kF8E4M3)) {
+    refuse(fmt::format("kernels for GPUs multiply them with tokens in bf16{}, not {}",
+                       makes_codes ? " or f8_e4m3" : "", to_string(compute)));
   }
-  if (m.dtype != DType::kU4) return;
+  if (float4) return;
   if (m.scale_dtype != DType::kBF16) {
     refuse(fmt::format("kernels for GPUs take scales of bf16, not {}", to_string(m.scale_dtype)));
   }
@@ -174,6 +176,8 @@ std::int64_t most_boxes(std::span<const BoxCopy> copies) {
   return most;
 }
 
+bool has_powers(const BoxCopy& copy) { return copy.powers[0] != nullptr; }
+
 // Four-bit codes and scales come to memory of this device as they are, and kernels make boxes of
 // them there.
 void make_boxes_from_host(const BoxCopy& copy, cudaStream_t stream) {
@@ -194,7 +198,7 @@ void make_boxes_from_host(const BoxCopy& copy, cudaStream_t stream) {
   }
   const DeviceBuffer list = uploaded(std::vector<BoxCopy>{here});
   enqueue_boxes(reinterpret_cast<const BoxCopy*>(list.data()), 1, here.from[0].dtype,
-                most_boxes({&here, 1}), stream);
+                has_powers(here), most_boxes({&here, 1}), stream);
   SWITCHYARD_CUDA(cudaStreamSynchronize(stream));
 }
 
@@ -291,10 +295,18 @@ void WeightLayout::require_good_scales() const {
     throw Error(ErrorCode::kInvalidArgument,
                 fmt::format("{} is NaN; the checkpoint is damaged, download it again", place));
   }
+  const int power = static_cast<int>(bad.code) - 127;
+  if (bad.code <= kMostMxScale) {
+    throw Error(
+        ErrorCode::kUnsupported,
+        fmt::format("{} is 2^{}, too small beside the row's largest: E4M3 has both exactly only "
+                    "within {} octaves; compute in bf16",
+                    place, power, kCodeSteps - 1));
+  }
   throw Error(ErrorCode::kUnsupported,
               fmt::format("{} is 2^{}; kernels for GPUs take scales up to 2, use the backend cpu, "
                           "or convert the weights to bf16",
-                          place, static_cast<int>(bad.code) - 127));
+                          place, power));
 }
 
 void WeightLayout::finish() {
@@ -312,8 +324,8 @@ void WeightLayout::run(void* stream) const {
   for (const MatrixCopy& copy : from_host_) copy_from_host(copy, on);
   for (const BoxCopy& copy : boxes_from_host_) make_boxes_from_host(copy, on);
   enqueue_boxes(reinterpret_cast<const BoxCopy*>(boxes_on_device_.data()), boxes_.size(),
-                boxes_.empty() ? DType::kF4E2M1 : boxes_[0].from[0].dtype, most_boxes(boxes_),
-                stream);
+                boxes_.empty() ? DType::kF4E2M1 : boxes_[0].from[0].dtype,
+                !boxes_.empty() && has_powers(boxes_[0]), most_boxes(boxes_), stream);
   enqueue_copies(reinterpret_cast<const MatrixCopy*>(copies_on_device_.data()), copies_.size(),
                  most_tiles_, stream);
   enqueue_scales(reinterpret_cast<const ScaleCopy*>(scales_on_device_.data()), scales_.size(),

@@ -16,8 +16,9 @@ namespace switchyard::gpu {
 // Throws Error{kDTypeMismatch} for weights that are neither floats nor of four bits.
 void require_multiplied(const MatrixView& matrix);
 // Throws Error{kUnsupported} for weights of four bits that kernels do not multiply with tokens in
-// `compute`: only bf16, and of INT4 only bf16 scales without zero points.
-void require_boxes(const MatrixView& matrix, DType compute);
+// `compute`: bf16, or of MXFP4 f8_e4m3 if the kernels make E4M3 of codes; of INT4 only bf16 scales
+// without zero points.
+void require_boxes(const MatrixView& matrix, DType compute, bool makes_codes);
 
 // A copy of one matrix into rows of another type. Pointers are device pointers.
 struct MatrixCopy {
@@ -51,7 +52,11 @@ struct BoxCopy {
   MatrixView from[2];
   int halves = 1;
   std::byte* to = nullptr;
-  std::uint32_t boxes = 0, k_blocks = 0;
+  std::uint32_t boxes = 0, k_blocks = 0;  // over rows and over columns
+  // Where the powers of `rows` rows of each matrix go, if kernels make E4M3 of the codes; see
+  // bits_of_row_power(). Null where they make bf16.
+  float* powers[2] = {};
+  std::uint32_t rows = 0;
   // The first scale that cannot be laid out, as bad_scale() packs it; all ones: there is none.
   unsigned long long* bad = nullptr;
   std::uint32_t number = 0;  // in the list
@@ -76,7 +81,8 @@ class WeightLayout {
   // Enqueues all of it. Sources in host memory are read before it returns.
   void run(void* stream) const;
   // Waits for run(), and throws Error{kInvalidArgument} for a scale of four-bit weights that is NaN
-  // and Error{kUnsupported} for one that is too large, with its place.
+  // and Error{kUnsupported} for one that is too large, or too small beside its row's largest, with
+  // its place.
   void require_good_scales() const;
   // Whether run() only enqueues kernels, so that it can be captured in a graph.
   bool capturable() const {
@@ -112,9 +118,10 @@ class WeightLayout {
 // scales, that one of them has.
 void enqueue_copies(const MatrixCopy* list, std::size_t count, std::int64_t most, void* stream);
 void enqueue_scales(const ScaleCopy* list, std::size_t count, std::int64_t most, void* stream);
-// `most`: the most boxes, times stages of columns, that one of them has. All are of one type.
-void enqueue_boxes(const BoxCopy* list, std::size_t count, DType type, std::int64_t most,
-                   void* stream);
+// `most`: the most boxes, over rows and columns, that one of them has. All are of one type, and all
+// have powers or none.
+void enqueue_boxes(const BoxCopy* list, std::size_t count, DType type, bool powers,
+                   std::int64_t most, void* stream);
 
 // A scale that cannot be laid out: of list entry `number`, half `half`.
 struct BadScale {

@@ -116,6 +116,37 @@ __global__ void copy_scales(const ScaleCopy* list) {
   }
 }
 
+// True if any code of the group of MXFP4's columns that begins at `column` is not zero.
+__device__ bool has_weights(const MatrixView& m, std::int64_t row, std::int64_t column) {
+  const auto* const bytes =
+      static_cast<const std::uint8_t*>(m.data) + (row * m.row_stride + column) / 2;
+  std::uint32_t any = 0;
+  for (std::int64_t i = 0; i < FourBitBox<DType::kF4E2M1>::kGroup / 2; ++i) any |= bytes[i];
+  return (any & 0x77) != 0;
+}
+
+// Each block y finds the powers of the rows of the y-th entry of the list, a row by a warp.
+__global__ void find_powers(const BoxCopy* list) {
+  const BoxCopy& copy = list[blockIdx.y];
+  const std::uint32_t lane = threadIdx.x % 32;
+  const std::uint32_t warps = gridDim.x * blockDim.x / 32;
+  for (int half = 0; half < copy.halves; ++half) {
+    if (copy.powers[half] == nullptr) continue;
+    const MatrixView& m = copy.from[half];
+    for (std::uint32_t row = (blockIdx.x * blockDim.x + threadIdx.x) / 32; row < copy.rows;
+         row += warps) {
+      std::uint32_t top = kLeastTop;
+      for (std::int64_t group = lane; row < m.rows && group < m.cols / m.scale_cols; group += 32) {
+        const std::uint32_t code =
+            static_cast<const std::uint8_t*>(m.scale)[row * m.scale_stride + group];
+        if (code > top && has_weights(m, row, group * m.scale_cols)) top = code;
+      }
+      top = __reduce_max_sync(~0u, top);
+      if (lane == 0) copy.powers[half][row] = __uint_as_float(bits_of_row_power(top));
+    }
+  }
+}
+
 // Each block y makes the boxes of the y-th entry of the list, one of them for one stage at a time.
 template <DType kType>
 __global__ void make_boxes(const BoxCopy* list) {
@@ -136,11 +167,11 @@ __global__ void make_boxes(const BoxCopy* list) {
           static_cast<const std::uint8_t*>(m.data)[(of.row * m.row_stride + c) / 2];
       return c % 2 == 0 ? pair & 15u : pair >> 4;
     };
-    uint4 words;
-    words.x = box_word<kType>(lane, 0, code_at);
-    words.y = box_word<kType>(lane, 1, code_at);
-    words.z = box_word<kType>(lane, 2, code_at);
-    words.w = box_word<kType>(lane, 3, code_at);
+    const auto word = [&](std::uint32_t number) {
+      return copy.powers[0] != nullptr ? code_word(lane, number, code_at)
+                                       : box_word<kType>(lane, number, code_at);
+    };
+    const uint4 words{word(0), word(1), word(2), word(3)};
     reinterpret_cast<uint4*>(to)[lane] = words;
     // Two rows and two groups of columns for each of 64 pairs of rows.
     const std::uint32_t pair = lane / 4, of_row = lane % 2, group = lane / 2 % 2;
@@ -150,8 +181,18 @@ __global__ void make_boxes(const BoxCopy* list) {
     const bool is_there = of.row < m.rows && column < m.cols;
     const std::int64_t at = is_there ? of.row * m.scale_stride + column / m.scale_cols : 0;
     if constexpr (Box::kIsFloat) {
-      const std::uint32_t code = is_there ? static_cast<const std::uint8_t*>(m.scale)[at] : 0;
-      if (code > kMostMxScale) {
+      std::uint32_t code = is_there ? static_cast<const std::uint8_t*>(m.scale)[at] : 0;
+      bool bad = code > kMostMxScale;
+      if (const float* const powers = copy.powers[of.half]; powers != nullptr && !bad) {
+        const std::uint32_t least =
+            of.row < copy.rows ? (__float_as_uint(powers[of.row]) >> 23) + 6 - (kCodeSteps - 1) : 0;
+        if (code < least) {
+          bad = is_there && has_weights(m, of.row, column);
+          // Steps are not negative, whatever the scale of a group of zeros.
+          if (!bad) code = least;
+        }
+      }
+      if (bad) {
         atomicMin(copy.bad,
                   pack(BadScale{copy.number, of.half, of.row,
                                 static_cast<std::uint32_t>(column / m.scale_cols), code}));
@@ -171,6 +212,7 @@ __global__ void make_boxes(const BoxCopy* list) {
 }
 
 constexpr std::int64_t kMostBlocks = 4096;
+constexpr unsigned kPowerBlocks = 32;
 
 }  // namespace
 
@@ -191,12 +233,13 @@ void enqueue_scales(const ScaleCopy* list, std::size_t count, std::int64_t most,
   SWITCHYARD_CUDA(cudaGetLastError());
 }
 
-void enqueue_boxes(const BoxCopy* list, std::size_t count, DType type, std::int64_t most,
-                   void* stream) {
+void enqueue_boxes(const BoxCopy* list, std::size_t count, DType type, bool powers,
+                   std::int64_t most, void* stream) {
   if (count == 0 || most == 0) return;
   const dim3 grid(static_cast<unsigned>(std::min(most, kMostBlocks)), static_cast<unsigned>(count));
   const auto on = static_cast<cudaStream_t>(stream);
   if (type == DType::kF4E2M1) {
+    if (powers) find_powers<<<dim3(kPowerBlocks, grid.y), 256, 0, on>>>(list);
     make_boxes<DType::kF4E2M1><<<grid, FourBitBox<DType::kF4E2M1>::kLanes, 0, on>>>(list);
   } else {
     make_boxes<DType::kU4><<<grid, FourBitBox<DType::kU4>::kLanes, 0, on>>>(list);

@@ -114,7 +114,9 @@ PassLayout::PassLayout(const PassSizes& sizes) : sizes_(sizes) {
   };
   x_groups_ = groups(sizes.hidden);
   h_groups_ = groups(h_stride_);
-  group_words_ = sizes.num_ranks > 1 ? 0 : protocol::ceil_div(h_groups_, PassWords::kGroupsOfWord);
+  // Blocks of a pair count up to a block past the last group.
+  const bool counts_parts = sizes.policy.quantizes_stored_rows || sizes.num_ranks == 1;
+  group_words_ = counts_parts ? protocol::ceil_div(h_groups_ + 1, PassWords::kGroupsOfWord) : 0;
   // Rows that are packed together wait together. So none may wait for a slot that another one's
   // tile has.
   packed_slots_ = static_cast<std::uint32_t>(
@@ -128,7 +130,8 @@ PassLayout::PassLayout(const PassSizes& sizes) : sizes_(sizes) {
   lists_ = arena.place(experts * tokens * 4);
   converted_ = arena.place(tokens * hidden * 2);
   packed_ = arena.place(packed_slots_ * height * hidden * element);
-  h_ = arena.place(h_slots_ * height * h_stride_ * element);
+  const auto stretch = static_cast<std::size_t>(sizes.policy.hidden_stretch);
+  h_ = arena.place(h_slots_ * height * stretch * h_stride_ * element);
   packed_scales_ = arena.place(packed_slots_ * x_groups_ * height * sizeof(float));
   h_scales_ = arena.place(h_slots_ * h_groups_ * height * sizeof(float));
   quantized_ = arena.place(numerics.scaled() ? tokens * hidden : 0);
@@ -182,7 +185,8 @@ void PassLayout::describe(const PassMemory& memory, LayerParams& params) const {
       token_maps(params.packed, element, rows_of(packed_slots_), sizes_.hidden, sizes_.hidden);
   for (FfnParams* ffn : {&params.routed, &params.shared}) {
     if (ffn->intermediate == 0) continue;
-    ffn->h_maps = token_maps(params.h, element, rows_of(h_slots_), ffn->intermediate, h_stride_);
+    ffn->h_maps = token_maps(params.h, element, sizes_.policy.hidden_stretch * rows_of(h_slots_),
+                             ffn->intermediate, h_stride_);
   }
 }
 

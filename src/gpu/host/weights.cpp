@@ -114,11 +114,13 @@ WeightArray make_array(const PolicyFacts& policy, std::span<const FfnWeights> ex
   return array;
 }
 
-// Boxes of the experts' four-bit matrices in `own`, which `layout` is to fill. The array that is
-// returned has their shape, and no addresses of rows.
+// Boxes of the experts' four-bit matrices in `own`, and the powers of their rows in `powers` if
+// codes are to become E4M3. `layout` is to fill both. The array that is returned has their shape,
+// and no addresses of rows.
 WeightArray make_box_array(const PolicyFacts& policy, std::span<const FfnWeights> experts,
                            std::span<const Matrices> halves, const char* const* names, int rows,
-                           int columns, DeviceBuffer& own, WeightLayout& layout) {
+                           int columns, DeviceBuffer& own, std::span<DeviceBuffer* const> powers,
+                           WeightLayout& layout) {
   WeightArray array{nullptr,
                     static_cast<std::int64_t>(experts.size()),
                     static_cast<int>(halves.size()),
@@ -128,16 +130,26 @@ WeightArray make_box_array(const PolicyFacts& policy, std::span<const FfnWeights
   BoxCopy copy;
   copy.halves = array.halves;
   copy.boxes = static_cast<std::uint32_t>(protocol::ceil_div(array.halves * rows, kTileRows));
-  copy.k_blocks =
-      static_cast<std::uint32_t>(protocol::ceil_div(columns, policy.numerics.stage_columns()));
-  const std::size_t of_expert =
-      std::size_t{copy.boxes} * copy.k_blocks * box_bytes(policy.numerics.weight.storage);
-  own = DeviceBuffer(experts.size() * of_expert);
+  copy.k_blocks = static_cast<std::uint32_t>(protocol::ceil_div(columns, kBoxColumnsOfFourBits));
+  copy.rows = static_cast<std::uint32_t>(rows);
+  const std::size_t box = box_bytes(policy.numerics.weight.storage);
+  const std::size_t of_expert = std::size_t{copy.boxes} * copy.k_blocks * box;
+  // A stage of several boxes may reach past the last one.
+  own = DeviceBuffer(experts.size() * of_expert + box);
+  if (policy.numerics.scaled()) {
+    for (std::size_t half = 0; half < halves.size(); ++half) {
+      *powers[half] = DeviceBuffer(experts.size() * static_cast<std::size_t>(rows) * sizeof(float));
+    }
+  }
   for (std::size_t e = 0; e < experts.size(); ++e) {
     std::vector<std::string> of_halves;
     for (std::size_t half = 0; half < halves.size(); ++half) {
       copy.from[half] = experts[e].*halves[half];
       of_halves.push_back(fmt::format("expert {}'s {}", e, names[half]));
+      if (policy.numerics.scaled()) {
+        copy.powers[half] =
+            reinterpret_cast<float*>(powers[half]->data()) + e * static_cast<std::size_t>(rows);
+      }
     }
     copy.to = own.data() + e * of_expert;
     layout.copy_boxes(copy, std::move(of_halves));
@@ -223,12 +235,15 @@ DeviceFfn::DeviceFfn(const PolicyFacts& policy, std::span<const FfnWeights> expe
   if (four_bit_) {
     static constexpr const char* kFirst[] = {"gate", "up"};
     static constexpr const char* kSecond[] = {"down"};
+    DeviceBuffer* const first_powers[] = {&gate_row_scales_, &up_row_scales_};
+    DeviceBuffer* const second_powers[] = {&down_row_scales_};
     if (!experts[0].up.empty()) {
       gemm1_ = make_box_array(policy, experts, first, kFirst + (gated ? 0 : 1), width, hidden,
-                              own1_, layout_);
+                              own1_, std::span(first_powers).subspan(gated ? 0 : 1), layout_);
     }
     if (!experts[0].down.empty()) {
-      gemm2_ = make_box_array(policy, experts, second, kSecond, hidden, width, own2_, layout_);
+      gemm2_ = make_box_array(policy, experts, second, kSecond, hidden, width, own2_, second_powers,
+                              layout_);
     }
     finish(experts, hidden, width);
     return;

@@ -244,6 +244,10 @@ __global__ void __launch_bounds__(kThreads, 1)
     std::uint32_t* const routed = pass.ranks().routed_rows();
     for (int e = threadIdx.x; e < layer.num_experts; e += kThreads) routed[e] = 0;
   }
+  if constexpr (kMakesCodes<P>) {
+    if (threadIdx.x <= kCodeSteps)
+      block.quantized.notes.tables[threadIdx.x] = kCodeTables[threadIdx.x];
+  }
   __syncthreads();
   const bool planned = !block.pass.life.aborted && start_pass(pass);
   const bool math = __shfl_sync(~0u, threadIdx.x / kWarpgroup, 0) != 0;

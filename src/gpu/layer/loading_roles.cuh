@@ -33,7 +33,7 @@ __device__ __forceinline__ void weights_role(const Pass<P>& pass) {
     const std::uint32_t last_but_few =
         task.k_blocks > P::kStagesAhead ? task.k_blocks - P::kStagesAhead : 0;
     const float* scales = nullptr;
-    if constexpr (kScaled<P> && !kJoinedScales<P>) {
+    if constexpr (kScaled<P> && !kJoinedScales<P> && !kFourBit<P>) {
       scales = weight_scales<P>(pass.layer, pass.layer.hidden, task);
     }
     WeightSource source{map, halves, groups, policy, scales};
@@ -58,7 +58,8 @@ __device__ __forceinline__ SlottedTokens slotted_tokens(const Pass<P>& pass, con
   const bool first = task.kind == TaskKind::kGemm1;
   return {first ? layer.x_maps : layer.ffn(task.shared != 0).h_maps,
           task.tile % (first ? layer.packed_slots : layer.h_slots),
-          first ? layer.packed_scales : layer.h_scales, first ? layer.x_groups : layer.h_groups};
+          first ? layer.packed_scales : layer.h_scales, first ? layer.x_groups : layer.h_groups,
+          first ? 1 : kHiddenStretch<P>};
 }
 
 // Loads the tasks' packed tokens. Called by a warp, one of whose threads loads.

@@ -22,6 +22,9 @@ class LayerSink {
     if (needs_entries()) fetch_entries(pass_.exchange(), pass_.epilogue(), task_, math_group());
     stored_.finish();
   }
+  __device__ CodeSteps code_steps(bool meets) const {
+    return gpu::code_steps(pass_.epilogue(), task_, math_group(), meets);
+  }
   __device__ __forceinline__ void multiplied() {
     pass_.trace().math(kFirstTaskRecord + reader_.index(), &TraceRecord::products);
     if (needs_entries()) await_copies();
@@ -97,7 +100,7 @@ __device__ __forceinline__ void math_role(const Pass<P>& pass) {
   TaskReader<P> reader(pass.queue());
   StoredPart<kGated, P> stored(pass.progress(), pass.hidden());
   RingPlace place;
-  OperandRegisters<kFourBit<P>> weights;
+  OperandRegisters<kHoldsOperands<P>> weights;
   for (;;) {
     pass.trace().math(kFirstTaskRecord + reader.index() + 1, &TraceRecord::ready);
     const TileTask* const task = reader.await();

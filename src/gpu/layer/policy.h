@@ -58,6 +58,15 @@ struct FourBitPolicy : Tiles, LargePass {
 struct MXFP4Policy : FourBitPolicy<MXFP4Tiles> {};
 struct INT4Policy : FourBitPolicy<INT4Tiles> {};
 
+// Two blocks' columns of h share a scale, so h is stored in bf16 first, behind its codes.
+struct MXFP4FP8Policy : MXFP4FP8Tiles, LargePass {
+  static constexpr Publisher kPublisher = Publisher::kMath;
+  static constexpr std::uint32_t kHiddenStretch = 3;
+  static constexpr std::uint32_t kStagesAhead = 6;
+  static constexpr std::uint32_t kCopyVectors = 4;  // the loading warps have few registers
+  static constexpr int kSmallTokens = 32, kSmallLogits = 3072;
+};
+
 // The policy of small passes: few tokens and the smallest tasks.
 template <typename P>
 struct SmallPass : P {
@@ -102,6 +111,8 @@ template struct ValidPolicy<FP8Policy>;
 template struct ValidPolicy<SmallPass<FP8Policy>>;
 template struct ValidPolicy<MXFP4Policy>;
 template struct ValidPolicy<SmallPass<MXFP4Policy>>;
+template struct ValidPolicy<MXFP4FP8Policy>;
+template struct ValidPolicy<SmallPass<MXFP4FP8Policy>>;
 template struct ValidPolicy<INT4Policy>;
 template struct ValidPolicy<SmallPass<INT4Policy>>;
 
@@ -120,6 +131,8 @@ struct PolicyFacts {
   Numerics numerics;
   TileConfig tile;
   int small_tokens, small_logits;  // the most that a small pass may have
+  int hidden_stretch;              // see kHiddenStretch
+  bool quantizes_stored_rows;      // large passes, too: see kQuantizesStoredRows
 
   // The multiple that columns and rows of a matrix are padded to, for the copy engine.
   int alignment() const {
@@ -128,7 +141,8 @@ struct PolicyFacts {
 };
 template <typename P>
 constexpr PolicyFacts facts_of() {
-  return {P::kNumerics, P::kTile, P::kSmallTokens, P::kSmallLogits};
+  return {P::kNumerics,    P::kTile,          P::kSmallTokens,
+          P::kSmallLogits, kHiddenStretch<P>, kQuantizesStoredRows<P>};
 }
 
 }  // namespace switchyard::gpu

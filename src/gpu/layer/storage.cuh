@@ -65,7 +65,8 @@ template <typename P>
 inline constexpr std::size_t kSharedBytes = sizeof(BlockStorage<P>);
 template <typename... P>
 constexpr bool fit = ((kSharedBytes<P> <= std::size_t{227} * 1024) && ...);
-static_assert(fit<BF16Policy, SmallPass<BF16Policy>, FP8Policy, SmallPass<FP8Policy>>,
+static_assert(fit<BF16Policy, SmallPass<BF16Policy>, FP8Policy, SmallPass<FP8Policy>,
+                  MXFP4FP8Policy, SmallPass<MXFP4FP8Policy>>,
               "the block's shared memory is full");
 
 // The storage of large passes of layers with up to kUsualExperts places.
@@ -97,7 +98,8 @@ static_assert(place_tables(0, kUsualExperts).end >=
 template <typename P>
 constexpr bool enough_stages = StageLayout<P>::count(kMaxHeight<P>,
                                                      kRingOfMany<P>) > P::kStagesTogether + 1;
-static_assert(enough_stages<BF16Policy> && enough_stages<FP8Policy>);
+static_assert(enough_stages<BF16Policy> && enough_stages<FP8Policy> &&
+              enough_stages<MXFP4FP8Policy>);
 
 // A block's access to a pass. Functions of lower rooms take only the views that they use.
 template <typename P>
@@ -146,8 +148,13 @@ struct Pass {
   }
   __device__ Epilogue<P> epilogue() const {
     float(*most)[kInstructionRows] = nullptr;
-    if constexpr (kScaled<P>) most = block.quantized.most;
-    return {layer, layer, layer, block.staging.bytes, block.notes.rows, most};
+    const std::uint64_t* tables = nullptr;
+    if constexpr (kMakesCodes<P>) {
+      tables = block.quantized.notes.tables;
+    } else if constexpr (kScaled<P>) {
+      most = block.quantized.notes.most;
+    }
+    return {layer, layer, layer, block.staging.bytes, block.notes.rows, most, tables};
   }
   __device__ HiddenSlots<P> hidden() const { return {layer}; }
 

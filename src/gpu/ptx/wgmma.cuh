@@ -1,6 +1,6 @@
 // The warpgroup matrix instruction: D[64, N] += A[64, k] B[N, k]^T for 32 bytes of k, operands in
 // shared memory in rows of 128 bytes with the 128-byte swizzle, D in registers. A may be in
-// registers, too, in bf16.
+// registers, too: in bf16, and of few tokens in E4M3.
 #pragma once
 
 #define CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED
@@ -46,11 +46,11 @@ struct Instruction;
                                                        cute::SM90::GMMA::Major::K> {};   \
   template <>                                                                            \
   struct Instruction<DType::kF8E4M3, n> : cute::SM90::GMMA::MMA_64x##n##x32_F32E4M3E4M3_SS_TN<> {}
-template <int N>
+template <DType kType, int N>
 struct RegisterInstruction;
 #define SWITCHYARD_REGISTER_INSTRUCTIONS(n)                                              \
   template <>                                                                            \
-  struct RegisterInstruction<n>                                                          \
+  struct RegisterInstruction<DType::kBF16, n>                                            \
       : cute::SM90::GMMA::MMA_64x##n##x16_F32BF16BF16_RS<cute::SM90::GMMA::Major::K,     \
                                                          cute::SM90::GMMA::Major::K> {}; \
   SWITCHYARD_INSTRUCTIONS(n)
@@ -64,6 +64,16 @@ SWITCHYARD_REGISTER_INSTRUCTIONS(192);
 SWITCHYARD_REGISTER_INSTRUCTIONS(224);
 SWITCHYARD_REGISTER_INSTRUCTIONS(256);
 #undef SWITCHYARD_REGISTER_INSTRUCTIONS
+#define SWITCHYARD_REGISTER_INSTRUCTIONS(n)     \
+  template <>                                   \
+  struct RegisterInstruction<DType::kF8E4M3, n> \
+      : cute::SM90::GMMA::MMA_64x##n##x32_F32E4M3E4M3_RS_TN<> {}
+SWITCHYARD_REGISTER_INSTRUCTIONS(16);
+SWITCHYARD_REGISTER_INSTRUCTIONS(32);
+SWITCHYARD_REGISTER_INSTRUCTIONS(64);
+SWITCHYARD_REGISTER_INSTRUCTIONS(96);
+SWITCHYARD_REGISTER_INSTRUCTIONS(128);
+#undef SWITCHYARD_REGISTER_INSTRUCTIONS
 #undef SWITCHYARD_INSTRUCTIONS
 
 namespace detail {
@@ -73,13 +83,12 @@ __device__ __forceinline__ void multiply(std::uint64_t a, std::uint64_t b, float
   Instruction::fma(a, b, acc[I]...,
                    accumulate ? cute::SM90::GMMA::ScaleOut::One : cute::SM90::GMMA::ScaleOut::Zero);
 }
-template <int N, int... I>
+template <typename Instruction, int... I>
 __device__ __forceinline__ void multiply_registers(const std::uint32_t (&a)[4], std::uint64_t b,
                                                    float* acc, bool accumulate,
                                                    std::integer_sequence<int, I...>) {
-  RegisterInstruction<N>::fma(
-      a[0], a[1], a[2], a[3], b, acc[I]...,
-      accumulate ? cute::SM90::GMMA::ScaleOut::One : cute::SM90::GMMA::ScaleOut::Zero);
+  Instruction::fma(a[0], a[1], a[2], a[3], b, acc[I]...,
+                   accumulate ? cute::SM90::GMMA::ScaleOut::One : cute::SM90::GMMA::ScaleOut::Zero);
 }
 }  // namespace detail
 
@@ -93,10 +102,11 @@ __device__ __forceinline__ void multiply(std::uint64_t a, std::uint64_t b, float
 }
 
 // The same with A in registers. They must not change until the products are complete.
-template <int N>
+template <DType kType, int N>
 __device__ __forceinline__ void multiply(const std::uint32_t (&a)[4], std::uint64_t b,
                                          float (&acc)[N / 2], bool accumulate) {
-  detail::multiply_registers<N>(a, b, acc, accumulate, std::make_integer_sequence<int, N / 2>());
+  detail::multiply_registers<RegisterInstruction<kType, N>>(
+      a, b, acc, accumulate, std::make_integer_sequence<int, N / 2>());
 }
 
 // Waits for the warpgroup's products in `sums`. The compiler does not know that a wait concerns

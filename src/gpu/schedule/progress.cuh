@@ -70,7 +70,8 @@ struct Progress {
   // True if each task of GEMM2 quantizes the h that it needs from bf16, for itself and at once.
   // With so little h this takes less time than finding out which warpgroup stored last.
   __device__ bool quantizes_late() const {
-    return kQuantizesStoredRows<P> && tokens <= kLateRows && hidden.h_groups <= kLateStages;
+    return kQuantizesStoredRows<P> && kGathers<P> && tokens <= kLateRows &&
+           hidden.h_groups <= kLateStages;
   }
   // True if the last warpgroup that stores a part of a group quantizes the group and tells of it.
   __device__ bool quantizes_together() const {

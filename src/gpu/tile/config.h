@@ -94,7 +94,11 @@ struct BoxOf {
   static constexpr std::uint32_t kBytes = kTileRows * C::kNumerics.weight_row_bytes();
 };
 template <typename C>
-struct BoxOf<C, true> : FourBitBox<C::kNumerics.weight.storage> {};
+struct BoxOf<C, true> {
+  // As many boxes of four-bit weights as have a stage's columns. They follow each other in memory.
+  using Box = FourBitBox<C::kNumerics.weight.storage>;
+  static constexpr std::uint32_t kBytes = kStageColumns<C> / Box::kColumns * Box::kBytes;
+};
 // The bytes of a stage in one box of weights.
 template <typename C>
 inline constexpr std::uint32_t kBoxBytes = BoxOf<C>::kBytes;
@@ -123,9 +127,23 @@ inline constexpr bool kJoinedScales = kScaled<C>&& kTokenMajor<C>;
 // epilogue.
 template <typename C>
 inline constexpr bool kQuantizesStoredRows = kScaled<C> && !kTokenMajor<C>;
+// The rows of a slot for h, over kSlotRows: more than one where even the highest tile is stored in
+// bf16 first, behind the place for its codes.
+template <typename C>
+inline constexpr std::uint32_t kHiddenStretch = [] {
+  if constexpr (requires { C::kHiddenStretch; }) {
+    return std::uint32_t{C::kHiddenStretch};
+  } else {
+    return 1u;
+  }
+}();
 // The scales of a stage, in floats: either four of the weights (see FfnParams::gemm1_scales) and
 // one for each token, or two for each token.
 inline constexpr std::uint32_t kWeightScales = 4, kScaleSets = 2;
+
+// True if weights of four bits become E4M3 on their way to the matrix instruction.
+template <typename C>
+inline constexpr bool kMakesCodes = kScaled<C>&& kFourBit<C>;
 
 // True if something else may take the end of the ring for as long as the kernel runs. The number of
 // stages is then a parameter of the launch.
@@ -134,6 +152,9 @@ inline constexpr bool kLendsRing = requires {
   requires C::kLendsRing;
 };
 
+// True if operands of four-bit weights stay in registers from one tile to the next.
+template <typename C>
+inline constexpr bool kHoldsOperands = kFourBit<C> && !kMakesCodes<C>;
 // True if the tiles of all heights make the operands of four-bit weights in the same registers; see
 // OperandRegisters.
 template <typename C>

@@ -25,13 +25,21 @@ struct RowNotes {
 };
 // The additional memory of a policy with scales: the ring's scales and, for low token-major tiles,
 // the largest magnitude that each math warpgroup found in its columns of h of every token.
+template <bool kMakesCodes>
+struct ScaleNotes {
+  float most[kMathGroups][kInstructionRows];
+};
+template <>
+struct ScaleNotes<true> {
+  alignas(16) std::uint64_t tables[kCodeSteps + 1];  // see code_table()
+};
 template <typename C, bool = kScaled<C>>
 struct ScaleMemory {};
 template <typename C>
 struct ScaleMemory<C, true> {
+  ScaleNotes<kMakesCodes<C>> notes;
   alignas(16) std::byte
       scales[StageLayout<C>::count(C::kTile.token_rows.least) * StageLayout<C>::kScaleBytes];
-  float most[kMathGroups][kInstructionRows];
 };
 
 template <typename C>
@@ -42,6 +50,7 @@ struct Epilogue {
   std::byte (*staging)[kStagingBytes<C>];
   std::uint64_t (*rows)[kMaxHeight<C>];
   float (*most)[kInstructionRows];
+  const std::uint64_t* tables = nullptr;  // where weights become E4M3
 
   // A row's note holds one of three things in succession: first its slot; then, for the first GEMM
   // of a layer that weights the input, its weight; for the second GEMM the address of its output.
@@ -68,8 +77,9 @@ struct HiddenSlots {
   // quantized later, the bf16 rows lie behind the place for their codes.
   __device__ std::uint32_t first_row(std::uint32_t tile) const {
     constexpr std::uint32_t kFirst = kQuantizesStoredRows<C> ? kMaxHeight<C> : 0;
-    static_assert(!kQuantizesStoredRows<C> || 3 * kMaxHeight<C> <= C::kSlotRows);
-    return tile % layer.h_slots * C::kSlotRows + kFirst;
+    constexpr std::uint32_t kRows = C::kSlotRows * kHiddenStretch<C>;
+    static_assert(!kQuantizesStoredRows<C> || 3 * kMaxHeight<C> <= kRows);
+    return tile % layer.h_slots * kRows + kFirst;
   }
   __device__ std::uint16_t* rows(std::uint32_t tile) const {
     return reinterpret_cast<std::uint16_t*>(

@@ -28,6 +28,8 @@ struct FourBitBox {
   static constexpr std::uint32_t kBytes = kScalesAt + kRows / 2 * kScaleBytes;
 };
 
+inline constexpr int kBoxColumnsOfFourBits = FourBitBox<DType::kU4>::kColumns;
+
 constexpr std::uint32_t box_bytes(DType type) {
   return type == DType::kF4E2M1 ? FourBitBox<DType::kF4E2M1>::kBytes
                                 : FourBitBox<DType::kU4>::kBytes;
@@ -113,6 +115,57 @@ SWITCHYARD_HOST_DEVICE constexpr BoxRow box_row(std::uint32_t row, int halves) {
 inline constexpr std::uint32_t kMostMxScale = 128;
 SWITCHYARD_HOST_DEVICE constexpr std::uint32_t box_scale(std::uint32_t scale) {
   return scale + 126;
+}
+
+// --- MXFP4 as E4M3. A row's weights are multiplied as E4M3 times one power of two, the row's. The
+// scale of a group of columns, relative to that power, moves the exponents of its codes. E4M3 has
+// the eight magnitudes exactly at 15 scales, down into its subnormal numbers.
+
+// The magnitudes 0, 0.5, 1, 1.5, 2, 3, 4, 6 as E4M3, times 2^(step - 8), for steps below
+// kCodeSteps: one byte each, the first the lowest.
+inline constexpr std::uint32_t kCodeSteps = 15;
+SWITCHYARD_HOST_DEVICE constexpr std::uint64_t code_table(std::uint32_t step) {
+  std::uint64_t table = 0;
+  if (step >= kCodeSteps) return table;
+  for (std::uint32_t magnitude = 0; magnitude < 8; ++magnitude) {
+    // In units of the smallest E4M3, 2^-9.
+    const std::uint32_t halves =
+        magnitude < 4 ? magnitude : (2 + magnitude % 2) << (magnitude / 2 - 1);
+    const std::uint32_t units = halves << step;
+    std::uint32_t power = 0;
+    while (units >> power > 1) ++power;
+    const std::uint32_t code = units < 8 ? units : (power - 2) << 3 | (units >> (power - 3) & 7);
+    table |= std::uint64_t{code} << (8 * magnitude);
+  }
+  return table;
+}
+
+// A thread's eight codes of MXFP4 for half of the 32 columns of an instruction, as word `number` of
+// its four of the box: four neighbouring columns of a row and of the row 8 below. Magnitudes stand
+// as a permutation of bytes takes them, the first row's in the lower half, and signs in the bits
+// between, 4 bits below a byte's sign those of the second row.
+template <typename CodeAt>
+SWITCHYARD_HOST_DEVICE std::uint32_t code_word(std::uint32_t lane, std::uint32_t number,
+                                               CodeAt&& code_at) {
+  const std::uint32_t row = lane / 32 * 16 + lane % 32 / 4, column = number * 16 + lane % 4 * 4;
+  std::uint32_t word = 0;
+  for (std::uint32_t i = 0; i < 4; ++i) {
+    const std::uint32_t first = code_at(row, column + i), second = code_at(row + 8, column + i);
+    word |= (first & 7) << 4 * i | (first >> 3) << (8 * i + 7);
+    word |= (second & 7) << (4 * i + 16) | (second >> 3) << (8 * i + 3);
+  }
+  return word;
+}
+
+// A row's power of two is that of its largest scale, `top`, less the highest step: E4M3 reaches to
+// 6 * 2^6. Tops are at least kLeastTop, so that the power is a number of fp32.
+inline constexpr std::uint32_t kLeastTop = kCodeSteps - 1;
+SWITCHYARD_HOST_DEVICE constexpr std::uint32_t bits_of_row_power(std::uint32_t top) {
+  return (top - 6) << 23;
+}
+// A step is a box's byte of a scale less this number. `power`: bits_of_row_power().
+SWITCHYARD_HOST_DEVICE constexpr std::uint32_t first_step_of(std::uint32_t power) {
+  return box_scale((power >> 23) + 6 - (kCodeSteps - 1));
 }
 
 }  // namespace switchyard::gpu

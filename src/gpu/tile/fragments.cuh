@@ -116,4 +116,51 @@ __device__ __forceinline__ void make_fragments(const BoxWords& words, int half, 
                         });
 }
 
+// --- Fragments in E4M3: of a group of 32 columns, which one instruction takes.
+
+// code_table() of each step, and of one more, which is that of nothing.
+__constant__ const std::uint64_t kCodeTables[kCodeSteps + 1] = {
+    code_table(0),  code_table(1),  code_table(2),  code_table(3),
+    code_table(4),  code_table(5),  code_table(6),  code_table(7),
+    code_table(8),  code_table(9),  code_table(10), code_table(11),
+    code_table(12), code_table(13), code_table(14), 0};
+
+// Where the tables of code_table() are in shared memory, and first_step_of() of the thread's two
+// rows, in all bytes that stand for them in a box's scales.
+struct CodeSteps {
+  std::uint32_t tables = 0, first = 0;
+};
+
+// A byte of the table for each of four codes: see code_word().
+__device__ __forceinline__ std::uint32_t look_up(const uint2& table, std::uint32_t magnitudes) {
+  std::uint32_t bytes;
+  // (The intrinsic function would clear bits of the codes that are clear.)
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(bytes) : "r"(table.x), "r"(table.y), "r"(magnitudes));
+  return bytes;
+}
+
+// The operands of the box's two instructions.
+__device__ __forceinline__ void make_code_fragments(const BoxWords& words, const CodeSteps& steps,
+                                                    Fragments& to) {
+  const std::uint32_t codes[] = {words.codes.x, words.codes.y, words.codes.z, words.codes.w};
+  const std::uint32_t step = words.scales.x - steps.first;  // in each byte
+#pragma unroll
+  for (int group = 0; group < 2; ++group) {
+    uint2 tables[2];
+#pragma unroll
+    for (int row = 0; row < 2; ++row) {
+      const int byte = 2 * group + row;
+      const std::uint32_t at = byte == 0 ? step << 3 : step >> (8 * byte - 3);
+      const float2 table = load_shared_floats(steps.tables + (at & 0x78u));
+      tables[row] = {__float_as_uint(table.x), __float_as_uint(table.y)};
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const std::uint32_t word = codes[2 * group + i], magnitudes = word & 0x77777777u;
+      to[group][2 * i] = look_up(tables[0], magnitudes) | (word & 0x80808080u);
+      to[group][2 * i + 1] = look_up(tables[1], magnitudes >> 16) | (word << 4 & 0x80808080u);
+    }
+  }
+}
+
 }  // namespace switchyard::gpu

@@ -16,7 +16,8 @@ namespace switchyard::gpu {
 template <int kTaskBoxes, int N, typename C, typename Sink>
 __device__ __forceinline__ void gemm_tile(const TilePipeline<C>& pipeline, const TileTask& task,
                                           std::uint32_t k_blocks, bool meets, RingPlace& place,
-                                          OperandRegisters<kFourBit<C>>& weights, Sink& sink) {
+                                          OperandRegisters<kHoldsOperands<C>>& weights,
+                                          Sink& sink) {
   const auto started = [&] { sink.started(); };
   if constexpr (kTaskBoxes != 0) {
     TokenMajorSums<kTaskBoxes> acc;
@@ -25,8 +26,13 @@ __device__ __forceinline__ void gemm_tile(const TilePipeline<C>& pipeline, const
     sink.template finish<kTaskBoxes>(acc);
   } else {
     float acc[N / 2];
-    multiply_weight_major<N>(pipeline, k_blocks, place, math_group(), task.block % 2, started,
-                             weights, acc);
+    if constexpr (kMakesCodes<C>) {
+      multiply_as_codes<N>(pipeline, k_blocks, place, math_group(), sink.code_steps(meets), started,
+                           acc);
+    } else {
+      multiply_weight_major<N>(pipeline, k_blocks, place, math_group(), task.block % 2, started,
+                               weights, acc);
+    }
     sink.multiplied();
     sink.template finish<N>(acc);
   }
@@ -37,7 +43,8 @@ template <typename C, typename Sink>
 __device__ __forceinline__ void gemm_tile_of(std::uint32_t units, const TilePipeline<C>& pipeline,
                                              const TileTask& task, std::uint32_t k_blocks,
                                              bool meets, RingPlace& place,
-                                             OperandRegisters<kFourBit<C>>& weights, Sink& sink) {
+                                             OperandRegisters<kHoldsOperands<C>>& weights,
+                                             Sink& sink) {
   if constexpr (kTokenMajor<C>) {
     if (units > kInstructionRows / kUnitRows) {
       gemm_tile<2, 0>(pipeline, task, k_blocks, meets, place, weights, sink);

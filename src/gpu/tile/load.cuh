@@ -43,8 +43,10 @@ __device__ __forceinline__ const std::byte* weight_boxes(const ExpertParams& exp
   const auto depth = static_cast<std::uint32_t>(first ? hidden : ffn.intermediate);
   // A block past the last box multiplies what the last one does, and stores nothing.
   const std::size_t box = std::size_t{task.expert} * boxes + min(task.block, boxes - 1);
+  using Box = FourBitBox<C::kNumerics.weight.storage>;
   return (first ? ffn.gemm1_boxes : ffn.gemm2_boxes) +
-         (box * protocol::ceil_div(depth, kStageColumns<C>) + task.first_k_block) * kBoxBytes<C>;
+         box * protocol::ceil_div(depth, Box::kColumns) * Box::kBytes +
+         task.first_k_block * kBoxBytes<C>;
 }
 
 // The place of a task's weights.
@@ -67,7 +69,7 @@ __device__ __forceinline__ bool load_weights(const TilePipeline<C>& pipeline,
                                              const Ring<StageLayout<C>>& ring,
                                              const WeightSource& source, const TileTask& task,
                                              RingPlace& place, bool rehearsal, OnStage&& on_stage) {
-  constexpr bool kWithScales = kScaled<C> && !kJoinedScales<C>;
+  constexpr bool kWithScales = kScaled<C> && !kJoinedScales<C> && !kFourBit<C>;
   constexpr std::uint32_t kScales = kWithScales ? kWeightScales * sizeof(float) : 0;
   const float* scales = source.scales;
   for (std::uint32_t kb = 0; kb < task.k_blocks; ++kb) {
@@ -115,13 +117,14 @@ __device__ __forceinline__ bool load_weights(const TilePipeline<C>& pipeline,
 struct SlottedTokens {
   const TokenMaps& maps;
   std::uint32_t slot;
-  const float* scales;   // of all slots; see first_scale()
-  std::uint32_t groups;  // of columns; each has a scale
+  const float* scales;        // of all slots; see first_scale()
+  std::uint32_t groups;       // of columns; each has a scale
+  std::uint32_t stretch = 1;  // the rows from a slot to the next, over kSlotRows
 
   // The first row of the tile, divided by kRowsOfPlace.
   template <typename C>
   static constexpr auto kRowsOfPlace = static_cast<std::uint32_t>(C::kSlotRows);
-  __device__ std::uint32_t place() const { return slot; }
+  __device__ std::uint32_t place() const { return slot * stretch; }
   // The address of the first group's scale of the slot's first token. Each group of columns has
   // kSlotRows scales.
   template <typename C>

@@ -100,8 +100,9 @@ class Multiplier {
 #pragma unroll
     for (int i = 0; i < kHalfSteps; ++i) {
       const int step = half * kHalfSteps + i;
-      multiply<N>(weights[i], swizzled_descriptor(tokens + step * kInstructionBytes / 16), sums,
-                  accumulate || step != 0);
+      multiply<C::kNumerics.token.compute, N>(
+          weights[i], swizzled_descriptor(tokens + step * kInstructionBytes / 16), sums,
+          accumulate || step != 0);
     }
     cute::warpgroup_commit_batch();
   }
@@ -230,6 +231,61 @@ __device__ __forceinline__ void multiply_four_bit(const TilePipeline<C>& pipelin
   stage.advance();
 }
 
+// The K loop of a weight-major tile with weights of four bits that become E4M3, two boxes in a
+// stage. The operands of each half of a stage are made while the products of the half before are
+// under way. The matrix unit sums the products of a stage, with few bits, and they are then summed
+// in fp32 with the scales of the stage's tokens. The powers of the rows wait for the tile's end.
+template <int N, typename C, typename Started>
+__device__ __forceinline__ void multiply_as_codes(const TilePipeline<C>& pipeline,
+                                                  std::uint32_t k_blocks, RingPlace& place,
+                                                  std::uint32_t group, const CodeSteps& steps,
+                                                  Started&& started, float (&acc)[N / 2]) {
+  constexpr DType kType = C::kNumerics.weight.storage;
+  static_assert(kBoxBytes<C> == 2 * FourBitBox<kType>::kBytes);
+  Multiplier<N, Share::kWeightRows, C> stage(pipeline, place, group);
+  const BoxPlaces<kType> places(group);
+  Fragments weights[kHalves];
+  float part[N / 2];
+#pragma unroll
+  for (float& sum : acc) sum = 0;
+  stage.await_stage(stage.ready());
+  started();
+  BoxWords words[kHalves];
+  const auto load = [&] {
+    const std::uint32_t box = stage.ring().weights(place.stage);
+    words[0] = places.load(box);
+    words[1] = places.load(box + FourBitBox<kType>::kBytes);
+  };
+  load();
+  make_code_fragments(words[0], steps, weights[0]);
+  SWITCHYARD_ROLLED
+  for (std::uint32_t left = k_blocks; left != 0; --left) {
+    const std::uint32_t current = place.stage;
+    const std::uint32_t tokens = stage.token_operand();
+    stage.issue(weights[0], tokens, 0, part, false);
+    stage.put_off_release(current);
+    make_code_fragments(words[1], steps, weights[1]);
+    stage.issue(weights[1], tokens, 1, part, true);
+    stage.advance();
+    // Behind the last stage the next one's words are not there, and nothing is made of them.
+    stage.await_stage(left == 1 || stage.ready());
+    load();
+    cute::warpgroup_wait<1>();
+    make_code_fragments(words[0], steps, weights[0]);
+    const std::uint32_t scales = stage.ring().token_scales(current) + 8 * reread_thread_index<4>();
+    stage.await_products(part);
+#pragma unroll
+    for (int n = 0; n < N / 8; ++n) {
+      const float2 of_tokens = load_shared_floats(scales + 32 * n);
+      acc[4 * n] += part[4 * n] * of_tokens.x;
+      acc[4 * n + 1] += part[4 * n + 1] * of_tokens.y;
+      acc[4 * n + 2] += part[4 * n + 2] * of_tokens.x;
+      acc[4 * n + 3] += part[4 * n + 3] * of_tokens.y;
+    }
+  }
+  stage.release_last();
+}
+
 // The K loop of a weight-major tile. `box`: which of a pair of boxes holds the scales of the task's
 // rows. started() is called when the tile's tokens have arrived.
 template <int N, typename C, typename Started>
@@ -237,7 +293,7 @@ __device__ __forceinline__ void multiply_weight_major(const TilePipeline<C>& pip
                                                       std::uint32_t k_blocks, RingPlace& place,
                                                       std::uint32_t group, std::uint32_t box,
                                                       Started&& started,
-                                                      OperandRegisters<kFourBit<C>>& weights,
+                                                      OperandRegisters<kHoldsOperands<C>>& weights,
                                                       float (&acc)[N / 2]) {
   if constexpr (kFourBit<C>) {
     return multiply_four_bit<N>(pipeline, k_blocks, place, group, started, weights, acc);

@@ -19,10 +19,10 @@ struct PackedTiles {
 };
 
 // A weight-major tile of 16 to `most` tokens.
-constexpr TileConfig weight_major_tile(int most) {
+constexpr TileConfig weight_major_tile(int most, int stages = kMaxStages) {
   return {.weight_rows = kTileRows,
           .token_rows = {most, 32, 16},
-          .stages = kMaxStages,
+          .stages = stages,
           .orientation = Orientation::kWeightMajor,
           .cluster = kPair,
           .most_log2_split = 0};
@@ -51,6 +51,17 @@ struct FourBitTiles : BF16Tiles {
 };
 using MXFP4Tiles = FourBitTiles<DType::kF4E2M1>;
 using INT4Tiles = FourBitTiles<DType::kU4>;
+
+// Weights of four bits that become E4M3, times tokens in E4M3 with a scale for each 128 columns.
+// The second sum takes its own accumulators, so tiles have up to 128 tokens.
+struct MXFP4FP8Tiles : PackedTiles {
+  static constexpr Numerics kNumerics{{DType::kF4E2M1, DType::kF8E4M3, 32},
+                                      {DType::kF8E4M3, DType::kF8E4M3, kQuantGroup}};
+  // (The scales of more stages have no room.)
+  static constexpr TileConfig kTile = weight_major_tile(128, 8);
+  static constexpr int kSlotRows = kTile.max_height();
+  static constexpr RoleRegisters kRegisters{.loading = 72, .math = 216};
+};
 
 // Token-major tiles of 16 to 128 tokens and 256 weight rows, in E4M3 with scales: one for each
 // 128 x 128 weights, one for each 128 columns of a token. A stage is 128 columns deep; the matrix

@@ -37,8 +37,8 @@ class StoredPart {
       if (rows_ == 0) return;
       const FfnParams& ffn = progress_.experts.ffn(shared_);
       const std::uint32_t thread = reread_thread_index<kWarpgroup>();
-      const std::uint32_t parts =
-          kMathGroups * min(kBlocks, progress_.tasks(ffn.gemm1_rows) - group_ * kBlocks);
+      const std::uint32_t blocks = progress_.tasks(ffn.gemm1_rows) << progress_.paired;
+      const std::uint32_t parts = kMathGroups * min(kBlocks, blocks - group_ * kBlocks);
       const bool last = thread == 0 && (before_ >> shift() & 15) + 1 == parts;
       if (last) fence_gpu();
       if (named_barrier_any<kWarpgroup>(group_barrier(math_group()), last)) {
@@ -59,7 +59,7 @@ class StoredPart {
     const HiddenParams& layer = hidden_.layer;
     const std::uint32_t column = group_ * kQuantGroup + thread % kGroupLanes * kLaneColumns;
     const std::size_t slot = tile_ % layer.h_slots;
-    std::byte* const to = layer.h + slot * kSlotRows * layer.h_stride;
+    std::byte* const to = layer.h + slot * kSlotRows * kHiddenStretch<P> * layer.h_stride;
     const std::uint16_t* const from = hidden_.rows(tile_);
     float* const scales = layer.h_scales + (slot * layer.h_groups + group_) * kSlotRows;
 #pragma unroll 1
@@ -76,8 +76,9 @@ class StoredPart {
       }
       float scale = 0;
       const uint4 codes = quantize_together(first, second, scale);
-      if (exists) store_vector(to + at, codes);
-      if (row < rows_ && thread % kGroupLanes == 0) scales[row] = scale;
+      if (!exists) continue;
+      store_vector(to + at, codes);
+      if (thread % kGroupLanes == 0) scales[row] = scale;
     }
   }
 
