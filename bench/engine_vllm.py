@@ -34,7 +34,6 @@ _PURPOSES = {
 
 
 OURS = ("switchyard", "switchyard_local", "zeroed")
-DEADLINE_S = 20
 
 
 class Engine:
@@ -84,7 +83,7 @@ class Engine:
         if rank is not None:
             given["enable_expert_parallel"] = True
             if backend in OURS:
-                options = {"reserved_sms": reserved_sms, "deadline": DEADLINE_S}
+                options = {"reserved_sms": reserved_sms}
                 os.environ["NCCL_MAX_CTAS"] = str(reserved_sms)
             if backend in ("switchyard", "zeroed"):
                 options["expert_parallel"] = "fused"

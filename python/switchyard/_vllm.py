@@ -193,7 +193,7 @@ class SwitchyardRoutedExperts(RoutedExperts):
     def _rows(self, options: Options, moe_config: Any) -> over_ranks.Rows:
         rows = over_ranks.Rows(self, moe_config, options)
         over_ranks.pass_tokens_through(moe_config)
-        over_ranks.watch_steps()
+        over_ranks.watch_steps(rows.ranks)
         return rows
 
     def _binding(self, options: Options, config: Any, moe_config: Any) -> Binding:

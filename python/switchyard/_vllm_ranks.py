@@ -134,24 +134,67 @@ class Rows:
             out.copy_(self._gather(part, 0)[: x.shape[0]])
 
 
-def watch_steps() -> None:
-    """Let vLLM's worker raise what a pass failed with before a step's tokens are used.
+# Where data-parallel ranks agree on a step's form, before its first layer: vLLM's two runners. It waits for all of
+# them, for as long as a group of torch.distributed does.
+_AGREEMENTS = (
+    ("vllm.v1.worker.dp_utils", "_run_ar"),
+    ("vllm.v1.worker.gpu.dp_utils", "sync_cudagraph_and_dp_padding"),
+)
+_serves = False
 
-    Called by a layer, in the worker's process, once its module is there. On GPUs a pass fails after its
-    call, or in the replay of a graph, which calls no layer.
+
+def watch_steps(ranks: Ranks) -> None:
+    """Let vLLM's worker end with an error that names the rank which does not go on.
+
+    Called by a layer, in the worker's process, once vLLM's modules are there.
     """
     module = sys.modules.get("vllm.v1.worker.gpu_worker")  # the worker for CPUs inherits from it
     worker = getattr(module, "Worker", None)
-    if worker is None or getattr(worker, "_switchyard_watches", False):
-        return
-    worker._switchyard_watches = True
-    for name in ("execute_model", "sample_tokens", "execute_dummy_batch"):
-        setattr(worker, name, watched(getattr(worker, name)))
+    if worker is not None and not hasattr(worker, "_switchyard_watches"):
+        worker._switchyard_watches = True
+        for name in ("execute_model", "sample_tokens", "execute_dummy_batch"):
+            setattr(worker, name, watched(getattr(worker, name)))
+        worker.compile_or_warm_up_model = before_serving(worker.compile_or_warm_up_model)
+    for name, function in _AGREEMENTS:
+        there = sys.modules.get(name)
+        agree = getattr(there, function, None)
+        if agree is not None and not hasattr(agree, "_switchyard_watches"):
+            setattr(there, function, after_meeting(agree, ranks))
+
+
+def before_serving(warm_up: Callable[..., Any]) -> Callable[..., Any]:
+    """The last step of a worker's start. Ranks compile in it, for minutes, and wait for each other."""
+
+    @functools.wraps(warm_up)
+    def starting(*arguments: Any, **named: Any) -> Any:
+        global _serves
+        result = warm_up(*arguments, **named)
+        _serves = True
+        return result
+
+    return starting
+
+
+def after_meeting(agree: Callable[..., Any], ranks: Ranks) -> Callable[..., Any]:
+    """An agreement of all ranks that a rank which has stopped does not hold up for longer than the deadline.
+
+    All ranks make it equally often, and begin to serve after the same one.
+    """
+
+    @functools.wraps(agree)
+    def agreeing(*arguments: Any, **named: Any) -> Any:
+        if _serves:
+            ranks.world.barrier()
+        return agree(*arguments, **named)
+
+    agreeing._switchyard_watches = True  # type: ignore[attr-defined]
+    return agreeing
 
 
 def watched(step: Callable[..., Any]) -> Callable[..., Any]:
     """A step of a worker that raises what passes failed with: before it returns, and where its tokens are on
-    their way from the GPU, when they are there."""
+    their way from the GPU, when they are there. On GPUs a pass fails after its call, or in the replay of a graph,
+    which calls no layer."""
 
     @functools.wraps(step)
     def watching(*arguments: Any, **named: Any) -> Any:

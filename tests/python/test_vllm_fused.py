@@ -88,7 +88,7 @@ def fused(*words):
     return started(sys.executable, ROOT / "tests/python/vllm_fused.py", *words, timeout=3600)
 
 
-ALL = ["bf16", "bias", "fp8", "mxfp4", "input", "eplb"]
+ALL = ["bf16", "bias", "fp8", "mxfp4", "input", "shared", "eplb"]
 
 
 @pytest.mark.parametrize(
@@ -96,8 +96,8 @@ ALL = ["bf16", "bias", "fp8", "mxfp4", "input", "eplb"]
     [
         [*ALL, "refusals"],
         [*ALL, "--zeroed"],
-        ["bf16", "fp8", "refusals", "--dp", "1", "--tp", "2"],
-        ["bf16", "bias", "split", "--dp", "2", "--tp", "2"],
+        ["bf16", "fp8", "shared", "refusals", "--dp", "1", "--tp", "2"],
+        ["bf16", "bias", "shared", "split", "--dp", "2", "--tp", "2"],
         ["soak", "--steps", SOAK],
     ],
     ids=" ".join,
@@ -107,7 +107,7 @@ def test_ranks(words):
     assert done.returncode == 0 and "agrees" in done.stdout, done.stdout[-2000:] + done.stderr[-4000:]
 
 
-@pytest.mark.parametrize("how,at_once", [("kill", True), ("stop", False)])
+@pytest.mark.parametrize("how,at_once", [("kill", True), ("stop", False), ("halt", False)])
 def test_a_rank_that_fails_is_named_and_ends_the_others(how, at_once):
     """By the deadline, which is 3 s there, and a killed one long before it."""
     done = fused(how, "--dp", "2")
@@ -120,7 +120,7 @@ def test_a_rank_that_fails_is_named_and_ends_the_others(how, at_once):
     assert re.search(r"switchyard.errors.(Timeout|Aborted): rank 1", done.stderr)
 
 
-def test_a_worker_raises_what_its_passes_failed_with():
+def test_a_worker_ends_with_what_it_waited_for():
     if importlib.util.find_spec("vllm") is None:
         pytest.skip("vLLM is not installed: see docs/frameworks/vllm.md for how these tests were run")
     script = """
@@ -143,15 +143,32 @@ class Worker:
 
     execute_dummy_batch = sample_tokens
 
+    def compile_or_warm_up_model(self):
+        met.append("warm")
+        dp_utils._run_ar(0)
+
+met = []
+class World:
+    def barrier(self):
+        met.append("barrier")
+
+dp_utils = types.SimpleNamespace(_run_ar=met.append)
+sys.modules["vllm.v1.worker.dp_utils"] = dp_utils
+ranks = types.SimpleNamespace(world=World())
 failed = []
 def check():
     for error in failed:
         raise error
 _vllm_ranks.check_passes = check
 sys.modules["vllm.v1.worker.gpu_worker"] = types.SimpleNamespace(Worker=Worker)
-_vllm_ranks.watch_steps()
-_vllm_ranks.watch_steps()
+_vllm_ranks.watch_steps(ranks)
+_vllm_ranks.watch_steps(ranks)
 worker = Worker()
+dp_utils._run_ar(1)
+worker.compile_or_warm_up_model()
+dp_utils._run_ar(2)
+# Ranks may come minutes apart until they serve.
+assert met == [1, "warm", 0, "barrier", 2], met
 later = worker.execute_model("later")
 assert worker.execute_model("now") == "now" and later.get_output() == "tokens"
 failed.append(switchyard.Timeout("rank 1 did not do its part"))

@@ -50,6 +50,7 @@ class Rank:
         switchyard.vllm.register()
         self.rank, self.dp, self.tp, self.steps = rank, args.dp, args.tp, args.steps
         self.ranks, self.dp_rank = args.dp * args.tp, rank // args.tp
+        self.agrees = False  # whether ranks tell each other by vLLM how many tokens they have
         os.environ["RANK"] = str(rank)  # external launchers say so
         config = self.config()
         from vllm.config import set_current_vllm_config
@@ -123,7 +124,7 @@ class Rank:
         padding = torch.full((tokens,), count is None)
         chosen.idle = count is None
         given = {"num_tokens": 1 if count is None else count, "is_padding": padding}
-        if self.dp > 1:
+        if self.dp > 1 and not self.agrees:
             given["num_tokens_across_dp"] = across
         with torch.inference_mode(), set_forward_context(None, config, **given):
             return runner(x, logits), x, logits
@@ -182,7 +183,7 @@ def zero():
 
 def routed(logits):
     weights, ids = logits.softmax(-1).topk(K)
-    return ids, weights / weights.sum(-1, keepdim=True)
+    return torch.full_like(ids, -1) if chosen.idle else ids, weights / weights.sum(-1, keepdim=True)
 
 
 def counts_of(step, dp):
@@ -246,10 +247,11 @@ def compare(rank, layers, exact, bound, biases=(None, None, None), reference=exp
         torch.manual_seed(1000 + 10 * step + rank.dp_rank)
         out, x, logits = rank.step(layers[0], counts)
         assert out.shape == x.shape and out.dtype == x.dtype
-        if counts[rank.dp_rank] is None:
-            assert (out == 0).all()  # no expert was asked for
-        elif counts[rank.dp_rank]:
-            wanted = reference(x, *exact, *routed(logits), switchyard.Activation(), biases)
+        wanted = reference(x, *exact, *routed(logits), switchyard.Activation(), biases)
+        if not wanted.any():
+            # No row, or none that asks for an expert.
+            assert not out.any()
+        else:
             found = error(out, wanted)
             limit = bound(x, logits, wanted) if callable(bound) else bound
             if not found < limit:
@@ -319,6 +321,24 @@ def case_input(rank):
         return experts(x / 2, gate, up, down, ids[:, :1], torch.ones(x.shape[0], 1), activation)
 
     chosen.scale = 0.5
+    compare(rank, [layer], exact, BF16_ERROR, reference=reference)
+
+
+def case_shared(rank):
+    """A shared expert beside them, of which each rank of tensor parallelism has a part: vLLM adds the parts up, and
+    must leave the experts' sums alone."""
+
+    class Shared(torch.nn.Module):
+        def forward(self, x):
+            return x / rank.tp
+
+    layer = rank.layer(shared_experts=Shared())
+    stored, exact = bf16()
+    loaded(rank, layer, stored)
+
+    def reference(x, *arguments):
+        return experts(x, *arguments) + x.double()
+
     compare(rank, [layer], exact, BF16_ERROR, reference=reference)
 
 
@@ -398,6 +418,15 @@ def case_soak(rank):
 
 
 def case_stop(rank):
+    fail(rank, signal.SIGSTOP)
+
+
+def case_halt(rank):
+    """Here the others wait in vLLM's agreement on the step, and not in a layer."""
+    from switchyard import _vllm_ranks
+
+    rank.agrees = True
+    _vllm_ranks.before_serving(lambda: None)()
     fail(rank, signal.SIGSTOP)
 
 
@@ -489,7 +518,7 @@ def main():
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
         given = args, f"file://{pathlib.Path(directory) / 'rendezvous'}"
-        if args.cases in (["kill"], ["stop"]):
+        if args.cases in (["kill"], ["stop"], ["halt"]):
             failing(given, args.dp * args.tp)
         else:
             torch.multiprocessing.spawn(rank_body, given, nprocs=args.dp * args.tp)
