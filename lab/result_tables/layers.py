@@ -87,19 +87,26 @@ def four_bit_table():
     rows = load("four_bit.json")
     if not rows:
         return NOT_MEASURED
-    lines = [f"**One {short_card(rows)}, weights of four bits, tokens in bf16, routing given.** {gpu_summary(rows)} "
-             f"{gpu_method(rows)}"]
-    layers = {}
-    for row in rows:
-        layers.setdefault((describe_layer(row), row["weights"]), []).append(row)
     heads = ["tokens", "time µs", "floor / time", "TFLOP/s", "TB/s of weights", "fastest rival", "its µs", "speed-up"]
-    for (layer, weights), of_layer in layers.items():
-        cells = []
-        for row in sorted(of_layer, key=lambda row: row["tokens_per_rank"]):
-            rival = [row["rival"], microseconds(row["rival_us"]), f"{gain_of(row):.2f}×"] if row["rival_us"] else ["–"] * 3
-            cells.append([str(row["tokens_per_rank"]), microseconds(row["median_us"]), *rate_cells(row), *rival])
-        lines += ["", f"{layer}, {'MXFP4' if weights == 'mxfp4' else 'INT4'}", "", *table(heads, cells)]
-    return "\n".join(lines + ["", gpu_provenance(rows)])
+    lines = []
+    for tokens_in in ("bf16", "fp8"):
+        of_type = [row for row in rows if row["tokens_in"] == tokens_in]
+        if not of_type:
+            continue
+        lines += ["", f"**One {short_card(rows)}, weights of four bits, tokens in {tokens_in}, routing given.** "
+                      f"{gpu_summary(of_type)} {gpu_method(of_type)}"]
+        layers = {}
+        for row in of_type:
+            layers.setdefault((describe_layer(row), row["weights"]), []).append(row)
+        for (layer, weights), of_layer in layers.items():
+            cells = []
+            for row in sorted(of_layer, key=lambda row: row["tokens_per_rank"]):
+                rival = ([row["rival"], microseconds(row["rival_us"]), f"{gain_of(row):.2f}×"] if row["rival_us"]
+                         else ["–"] * 3)
+                cells.append([str(row["tokens_per_rank"]), microseconds(row["median_us"]), *rate_cells(row), *rival])
+            lines += ["", f"{layer}, {'MXFP4' if weights == 'mxfp4' else 'INT4'}", "", *table(heads, cells)]
+        lines += ["", gpu_provenance(of_type)]
+    return "\n".join(lines[1:])
 
 
 def products_points():
