@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Installs the missing packages of groups of cmake/packages.txt, or says how to. With cuda, also fetches
 # what the GPU engine is built with beside the CUDA toolkit: the CUTLASS headers.
-#   scripts/bootstrap.sh build|test|browser|lint|cuda...
+#   scripts/bootstrap.sh build|test|browser|site|lint|cuda...
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -62,9 +62,9 @@ groups=()
 cuda=no
 for group in "$@"; do
   case $group in
-    build|test|browser|lint) groups+=("$group") ;;
+    build|test|browser|site|lint) groups+=("$group") ;;
     cuda) cuda=yes ;;
-    *) echo "bootstrap: unknown group '$group'; use build, test, browser, lint or cuda" >&2; exit 2 ;;
+    *) echo "bootstrap: unknown group '$group'; use build, test, browser, site, lint or cuda" >&2; exit 2 ;;
   esac
 done
 

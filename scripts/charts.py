@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Draws the charts of README.md and docs/benchmarks.md from results/ into docs/images/, for light and for dark pages.
+"""Draws the charts of README.md, docs/benchmarks.md and the site from results/ into docs/images/, for light and for dark pages.
 
     scripts/charts.py            draw
     scripts/charts.py --check    exit 1 if anything would change
@@ -9,6 +9,7 @@ The SVG is written by hand: no library has to be installed, and the same results
 
 import collections
 import math
+import re
 import sys
 
 from generated import ROOT, write_or_check
@@ -17,6 +18,8 @@ sys.path += [str(ROOT / "lab"), str(ROOT / "bench")]
 
 from result_tables.common import MODEL_NAMES, load
 from result_tables.four_gpus import scaled, scaling_points
+from result_tables.layers import comparisons_table
+from result_tables.thesis import THESIS_MEMORY_MB
 
 IMAGES = ROOT / "docs" / "images"
 
@@ -64,9 +67,9 @@ def legend(entries, theme):
     return parts
 
 
-def svg(label, parts):
+def svg(label, parts, height=HEIGHT):
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}" '
         f'font-family="{FONT}" role="img" aria-label="{label}">\n' + "\n".join(parts) + "\n</svg>\n"
     )
 
@@ -159,10 +162,92 @@ def scaling_chart(theme):
     return svg("Tokens per second on one to four GPUs over those of one", parts)
 
 
+def bar_chart(title, note, legend_entries, bars, theme, scale=float, unit=""):
+    """A label and bars below each other: [(label, [(value, color, text, (low, high) or None)])], on one axis."""
+    label_width, bar_height, gap, top = 372, 13, 9, 58
+    values = [edge for _, of_label in bars for value, _, _, span in of_label for edge in (value, *(span or ()))]
+    most = scale(max(values) * 1.02)
+
+    def x(value):
+        return label_width + (WIDTH - label_width - 96) * scale(value) / most
+
+    parts = [text(0, 20, title, theme, size=17, weight="600"), text(0, 41, note, theme, "faint"), *legend(legend_entries, theme)]
+    y = top
+    for label, of_label in bars:
+        middle = y + len(of_label) * (bar_height + 1) / 2
+        parts.append(text(label_width - 10, middle + 4.5, label, theme, anchor="end"))
+        for value, color, words, span in of_label:
+            parts.append(f'<rect x="{label_width}" y="{y:.1f}" width="{x(value) - label_width:.1f}" height="{bar_height - 1}" fill="{theme[color]}"/>')
+            end = x(value)
+            if span:
+                parts.append(line(x(span[0]), y + bar_height / 2 - 0.5, x(span[1]), y + bar_height / 2 - 0.5, theme["text"], 1.6))
+                end = max(end, x(span[1]))
+            parts.append(text(end + 7, y + bar_height - 2, f"{words}{unit}", theme, "faint", 12))
+            y += bar_height + 1
+        y += gap
+    return svg(title, parts, y + 4)
+
+
+def rivals_chart(theme):
+    """The comparisons of README.md that have a rival."""
+    bars = []
+    for row in comparisons_table().splitlines()[2:]:
+        what, _, _, rival, gain = (cell.strip() for cell in row.strip("|").split(" | "))
+        found = re.match(r"([\d.]+)× \(([\d.]+) to ([\d.]+)\)", gain)
+        if found:
+            mean, low, high = map(float, found.groups())
+            bars.append((f"{', '.join(what.split(', ')[:3])}: {re.split('[, ]', rival)[0]}",
+                         [(mean, "ours" if mean >= 1 else "rival", f"{mean:.2f}×", (low, high))]))
+    return bar_chart("Speed beside rivals", "H200. Their time over ours: geometric mean, and a line from the least to the most. 1 is as fast.",
+                     [(WIDTH - 240, "ours", "ahead"), (WIDTH - 160, "rival", "behind in the mean")], bars, theme)
+
+
+def decode_chart(theme):
+    """A layer's time at one, eight and 32 tokens, with PyTorch's beside it."""
+    bars = []
+    for row in sorted(load("one_gpu_fp8.json"), key=lambda row: row["tokens_per_rank"]):
+        if row["beta"] == 1 and row["tokens_per_rank"] <= 32:
+            name = SHORT_NAMES.get(row["model"], MODEL_NAMES[row["model"]])
+            bars.append((f"{name}, {row['tokens_per_rank']} token{'s' if row['tokens_per_rank'] > 1 else ''}",
+                         [(row["median_us"], "ours", f"{row['median_us']:.0f}", None), (row["rival_us"], "rival", f"{row['rival_us']:.0f}", None)]))
+    return bar_chart("Latency of one layer at decode", "One H200, FP8, balanced routing, gate and combine included, in µs.",
+                     [(WIDTH - 212, "rival", "PyTorch"), (WIDTH - 112, "ours", "Switchyard")], bars, theme)
+
+
+def memory_chart(theme):
+    """Heap and workspace beside table 6.2 of the FlashDMoE thesis."""
+    bars = []
+    for row in sorted(load("thesis_memory.json"), key=lambda row: (row["tokens_per_rank"], row["experts"])):
+        ours = (row["heap_reserved_bytes"] + row["workspace_bytes"]) * 1e-6
+        theirs = sum(THESIS_MEMORY_MB[row["tokens_per_rank"], row["experts"]])
+        bars.append((f"{row['tokens_per_rank']} tokens, {row['experts']} experts",
+                     [(ours, "ours", f"{ours:.0f}", None), (theirs, "rival", f"{theirs:.0f}", None)]))
+    return bar_chart("Memory of a layer beside its weights", "MB of one GPU. Ours: bf16, two H200 (the last: H100), nothing dropped. FlashDMoE: fp32, at least half dropped.",
+                     [(WIDTH - 222, "rival", "FlashDMoE"), (WIDTH - 112, "ours", "Switchyard")], bars, theme)
+
+
+def failures_chart(theme):
+    """How long until every rank has the name of the one that failed, by what happened and where."""
+    longest = collections.defaultdict(lambda: [0, 0])
+    for row in load("failure_trials.json"):
+        harm, _, rest = row["kind"].partition(" in ")
+        scene, *where = rest.split(", ")
+        place = "several hosts" if "several hosts" in where else "one host"
+        if row["until_named_longest_us"]:
+            of = longest["stops" if harm == "stop" else "dies", place, "while worlds start" if scene == "start" else ""]
+            of[0], of[1] = max(of[0], row["until_named_longest_us"] / 1000), of[1] + row["trials"]
+    bars = [(f"{', '.join(filter(None, key))}: {trials} trials", [(ms, "ours", f"{ms:,.0f}", None)]) for key, (ms, trials) in sorted(longest.items())]
+    wrong = sum(row["wrong"] + row["hangs"] for row in load("failure_trials.json"))
+    return bar_chart("A rank fails: the longest time until it is named",
+                     f"ms, logarithmic; the deadline is 4 s. {wrong} wrong names and hangs.", [], bars, theme, lambda value: math.log10(max(value, 1)))
+
+
 def main():
     rows = load("one_gpu_fp8.json")
     charts = {IMAGES / f"over-the-floor-{name}.svg": over_floor_chart(rows, theme) for name, theme in THEMES.items()}
-    charts |= {IMAGES / f"scaling-{name}.svg": scaling_chart(theme) for name, theme in THEMES.items()}
+    drawn = {"scaling": scaling_chart, "rivals": rivals_chart, "decode": decode_chart, "memory": memory_chart, "failures": failures_chart}
+    for chart, draw in drawn.items():
+        charts |= {IMAGES / f"{chart}-{name}.svg": draw(theme) for name, theme in THEMES.items()}
     return write_or_check(charts)
 
 
