@@ -15,9 +15,11 @@ LANGUAGES = {".py": "python", ".cpp": "cpp", ".h": "cpp", ".cuh": "cpp", ".cu": 
              ".txt": "text", ".yml": "yaml", ".toml": "toml", ".cmake": "cmake"}
 MOST_BYTES = 200_000
 
+CHARTS = ["over-the-floor", "rivals", "scaling", "decode", "memory", "failures"]
+
 API = {
     "api/python.md": "# Python\n\nThe package `switchyard`. [Python](../python.md) shows how it is used.\n\n::: switchyard\n    options:\n"
-                     "      show_root_heading: false\n      members: true\n\n## switchyard.tuner\n\n::: switchyard.tuner\n    options:\n"
+                     "      show_root_heading: false\n\n## switchyard.tuner\n\n::: switchyard.tuner\n    options:\n"
                      "      show_root_heading: false\n",
     "api/cpp.md": "# C++\n\nThe headers of `include/switchyard/`, by Doxygen.\n\n- [Classes and structs](../cpp/annotated.md)\n"
                   "- [Files](../cpp/files.md)\n- [Functions](../cpp/functions.md)\n- [Namespaces](../cpp/namespaces.md)\n"
@@ -107,7 +109,8 @@ def on_files(files, config):
         made("reproduce.py", "all", "--from", ROOT / "results", "--markdown", "--out", directory)
         pages["reproduced.md"] = (pathlib.Path(directory) / "reproduced.md").read_text()
     pages.update(API)
-    charts = sorted(path.stem.removesuffix("-light") for path in (DOCS / "images").glob("*-light.svg"))
+    drawn = {path.stem.removesuffix("-light") for path in (DOCS / "images").glob("*-light.svg")}
+    charts = [*CHARTS, *sorted(drawn - set(CHARTS))]
     pages["charts.md"] = "# Charts\n\nDrawn from `results/` by `scripts/charts.py`; [benchmarks](benchmarks.md) has every number.\n\n" + "".join(
         f'<div class="scroll" markdown>\n![{name}](images/{name}-light.svg#only-light)\n![{name}](images/{name}-dark.svg#only-dark)\n</div>\n\n'
         for name in charts)
@@ -127,3 +130,8 @@ def on_page_markdown(markdown, page, config, files):
     if not path.exists() or page.file.generated_by:
         return markdown
     return rewritten(markdown, path, page.file.src_uri, set())
+
+
+def on_page_content(html, page, config, files):
+    """What announces a block of code in a docstring is no text."""
+    return html.replace("<p>::</p>", "") if page.file.src_uri.startswith("api/") else html
