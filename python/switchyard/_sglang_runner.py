@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from sglang.srt import runtime_context
 from sglang.srt.layers.moe import utils as moe_utils
-from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
+from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE, create_moe_dispatcher
 from sglang.srt.layers.moe.moe_runner import MoeRunner
 from sglang.srt.layers.moe.moe_runner.triton import TritonMoeQuantInfo
 from sglang.srt.layers.moe.token_dispatcher.standard import StandardCombineInput
@@ -38,7 +38,17 @@ from ._serving import (
     refuse_int4,
     taken_types,
 )
-from ._sglang_setup import Deployment, activation_of, capacity, log, options_of, refuse
+from ._sglang_ranks import architecture, dispatcher, is_fused, ranks_of, stand_in
+from ._sglang_setup import (
+    Deployment,
+    Fused,
+    activation_of,
+    capacity,
+    capacity_of_rank,
+    log,
+    options_of,
+    refuse,
+)
 from .errors import Unsupported
 
 NAME = "switchyard"
@@ -88,11 +98,27 @@ def deployment(config: Any) -> Deployment:
     return Deployment(
         device=setting("device") or "cuda",
         ranks=max(map(group_size, ("moe_ep_size", "moe_tp_size", "tp_size", "attn_dp_size"))),
-        a2a_backend=moe_utils.get_moe_a2a_backend().value,
+        a2a_backend="none" if is_fused() else moe_utils.get_moe_a2a_backend().value,
         two_batch_overlap=bool(flags.tbo_enabled),
         single_batch_overlap=bool(flags.sbo_enabled),
         lora=bool(setting("enable_lora") or setting("lora_paths")),
         no_combine=config.no_combine,
+        fused=fused(config) if is_fused() else None,
+    )
+
+
+def fused(config: Any) -> Fused:
+    places = setting("init_expert_location")
+    return Fused(
+        expert_ranks=group_size("moe_ep_size"),
+        tensor_ranks=group_size("tp_size"),
+        attention_ranks=group_size("attn_dp_size"),
+        architecture=architecture(),
+        speculative=setting("speculative_algorithm") is not None,
+        moves_experts=bool(
+            setting("enable_eplb") or setting("ep_num_redundant_experts") or places not in (None, "trivial")
+        ),
+        shared_experts=bool(config.num_fused_shared_experts),
     )
 
 
@@ -152,16 +178,18 @@ class SwitchyardRunner(MoeRunner):
         activation, order = activation_of(config)
         super().__init__(moe_utils.MoeRunnerBackend.TRITON, config)
         self.runner_backend = backend()
+        prefill = setting("chunked_prefill_size"), setting("max_prefill_tokens")
+        over_ranks = is_fused()
         self.binding = Binding(
             options,
             activation=activation,
             order=order,
             top_k=config.top_k,
-            max_tokens=capacity(
-                setting("chunked_prefill_size"), setting("max_prefill_tokens"), group_size("attn_dp_size")
-            ),
+            max_tokens=capacity_of_rank(*prefill) if over_ranks else capacity(*prefill, group_size("attn_dp_size")),
             weight_on_input=config.apply_router_weight_on_input,
             weight_format=weight_format,
+            ranks=ranks_of(options) if over_ranks else None,
+            num_experts=config.num_experts if over_ranks else None,
             log=log,
         )
 
@@ -345,6 +373,8 @@ def weights_processed(result: Any, method: Any, layer: Any, *more: Any, **named:
     """After process_weights_after_loading()."""
     runner = runner_of(method)
     if runner is not None:
+        if runner.binding.ranks is not None:
+            runner.binding.ranks.meet()  # ranks load for different times
         # Now, so that SGLang counts the memory, and errors come before the first request.
         runner.binding.weights_loaded(**arrays(quant_info(method, layer)))
     return result
@@ -357,7 +387,26 @@ def layer_made(result: Any, layer: Any, *more: Any, **named: Any) -> Any:
             f"--moe-runner-backend is switchyard, but {type(layer.quant_method).__name__} quantises "
             f"the experts; {WEIGHTS}"
         )
+    if asked_for() and is_fused() and layer.reduce_results:
+        raise Unsupported(
+            "expert_parallel is 'fused', and this model's layer adds its outputs up over ranks, where they are of "
+            "different tokens; serve with expert_parallel 'local'"
+        )
     return result
+
+
+def moe_configured(result: Any, *more: Any, **named: Any) -> Any:
+    """After initialize_moe_config()."""
+    if asked_for():
+        stand_in(options_of(), setting("ep_size") or 1, setting("tp_size") or 1)
+    return result
+
+
+def dispatcher_made(original: Any, moe_runner_config: Any, *more: Any, **named: Any) -> Any:
+    """Around create_moe_dispatcher()."""
+    if asked_for() and is_fused():
+        return dispatcher(moe_runner_config)
+    return original(moe_runner_config, *more, **named)
 
 
 def weights_updated(result: Any, *more: Any, **named: Any) -> Any:
@@ -400,6 +449,11 @@ def install() -> None:
     hook(Mxfp4MoEMethod, "create_weights", create_mxfp4, HookType.AROUND)
     hook(Fp8MoEMethod, "create_weights", weights_created)
     hook(FusedMoE, "__init__", layer_made)
+    for function, around, kind in (
+        (moe_utils.initialize_moe_config, moe_configured, HookType.AFTER),
+        (create_moe_dispatcher, dispatcher_made, HookType.AROUND),
+    ):
+        HookRegistry.register(f"{function.__module__}.{function.__qualname__}", around, kind)
     for name in updates():
         hook(WeightUpdater, name, weights_updated)
 

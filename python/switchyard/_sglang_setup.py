@@ -12,12 +12,15 @@ from typing import Any
 
 from ._activation import Activation
 from ._serving import Options, refuse_too_few_sms
+from ._values import count_text
 from ._weights import Order
 from .errors import InvalidArgument, Unsupported
 
 log = logging.getLogger("sglang.switchyard")
 # SGLang hands no options of a user's on to a backend.
 _VARIABLE = "SWITCHYARD_SGLANG_OPTIONS"
+# SGLang admits no more requests to a rank's batch, unless --max-running-requests says otherwise.
+_MOST_REQUESTS = 4096
 
 
 def options_of(environment: Mapping[str, str] = os.environ) -> Options:
@@ -80,6 +83,60 @@ class Deployment:
     single_batch_overlap: bool = False
     lora: bool = False
     no_combine: bool = False
+    fused: Fused | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Fused:
+    """What it is set up for where Switchyard exchanges tokens itself.
+
+    Attributes
+    ----------
+    expert_ranks, tensor_ranks, attention_ranks : int
+        Of expert parallelism, of tensor parallelism, and those with a batch of their own.
+    architecture : str, optional
+        The model's class. None: outside of a server.
+    speculative, moves_experts, shared_experts : bool
+        Speculative decoding; EPLB, or experts elsewhere than in shards; shared experts among the routed ones.
+    """
+
+    expert_ranks: int
+    tensor_ranks: int
+    attention_ranks: int
+    architecture: str | None = None
+    speculative: bool = False
+    moves_experts: bool = False
+    shared_experts: bool = False
+
+
+# Models whose blocks leave complete outputs as they are: others may add those of different tokens up over ranks.
+FUSED_MODELS = ("Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM")
+
+
+def refuse_fused(fused: Fused) -> None:
+    """Raise `Unsupported` for a deployment in which Switchyard cannot exchange tokens itself."""
+    local = "or serve with expert_parallel 'local'"
+    ranks = {fused.expert_ranks, fused.tensor_ranks, fused.attention_ranks}
+    if len(ranks) != 1:
+        raise Unsupported(
+            f"expert_parallel is 'fused' with {count_text(fused.tensor_ranks, 'rank')} of tensor parallelism, "
+            f"{fused.attention_ranks} of data-parallel attention and {fused.expert_ranks} of expert parallelism, but "
+            "each rank must have a batch of its own: pass the same number as --tp-size, --ep-size and --dp-size, with "
+            f"--enable-dp-attention (--attn-dp-size in newer releases), {local}"
+        )
+    if fused.architecture not in (None, *FUSED_MODELS):
+        raise Unsupported(
+            f"expert_parallel is 'fused', and the model is a {fused.architecture}: Switchyard does not know whether "
+            f"it adds outputs of different tokens up over ranks. It knows {' and '.join(FUSED_MODELS)}; serve with "
+            "expert_parallel 'local'"
+        )
+    for wrong, what in (
+        (fused.speculative, "speculative decoding, whose draft has layers and steps of its own: turn it off"),
+        (fused.moves_experts, "experts that are not in shards (EPLB, redundant or other initial places): turn it off"),
+        (fused.shared_experts, "shared experts among the routed ones: pass --disable-shared-experts-fusion"),
+    ):
+        if wrong:
+            raise Unsupported(f"expert_parallel is 'fused' with {what}, {local}")
 
 
 def refuse(options: Options, deployment: Deployment) -> None:
@@ -106,6 +163,8 @@ def refuse(options: Options, deployment: Deployment) -> None:
         )
     if deployment.no_combine:
         raise Unsupported("the layer wants its top-k outputs one by one; Switchyard adds them up")
+    if deployment.fused is not None:
+        refuse_fused(deployment.fused)
     if deployment.device == "cuda":
         refuse_too_few_sms(options.reserved_sms, deployment.ranks, "reserved_sms")
 
@@ -114,3 +173,9 @@ def capacity(chunked_prefill_size: int | None, max_prefill_tokens: int | None, r
     """Tokens that a layer makes room for at first; a call with more makes it grow."""
     chunk = chunked_prefill_size if chunked_prefill_size and chunked_prefill_size > 0 else None
     return (chunk or max_prefill_tokens or 8192) * max(1, ranks)
+
+
+def capacity_of_rank(chunked_prefill_size: int | None, max_prefill_tokens: int | None) -> int:
+    """Most tokens of a rank's call where Switchyard exchanges them; more are an error. A chunk of prefill, or a batch
+    of decoding."""
+    return max(capacity(chunked_prefill_size, max_prefill_tokens, 1), _MOST_REQUESTS)

@@ -1,8 +1,7 @@
-"""SGLang's FusedMoE with experts of four bits, as a server on CPUs makes it: for
-test_sglang_four_bit.py, which starts this in a process of its own, because SGLang's settings are made
-once a process.
+"""SGLang's FusedMoE, as a server on CPUs makes it: for test_sglang.py and test_sglang_four_bit.py, which start this
+in a process of its own, because SGLang's settings are made once a process. sglang_ranks.py starts SGLang as here.
 
-    sglang_layers.py gpt-oss|gpt-oss-tp|deepseek-v4|int4|int4-128|refusals
+    sglang_layers.py bf16|gpt-oss|gpt-oss-tp|deepseek-v4|int4|int4-128|refusals
 """
 
 import dataclasses
@@ -30,7 +29,7 @@ from four_bit_cases import (
     require_as_exact_as_torch,
     require_mistakes_seen,
 )
-from reference import Packed, as_words, error
+from reference import Packed, as_words, error, experts, routing
 
 CONFIG = {
     "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_size": H,
@@ -43,39 +42,54 @@ RANKS = dict.fromkeys(
 )
 
 
-def serve():
-    """The plugin, and SGLang's settings and groups of one rank."""
+def serve(rank=0, ranks=1, directory=None, **more):
+    """The plugin, and SGLang's settings and groups, as a process of its scheduler has them. With several ranks each
+    has a batch of its own, and a share of the experts. directory: the same for all ranks."""
     from sglang.srt.plugins import hook_registry
 
     switchyard.sglang.register()
     hook_registry.HookRegistry.apply_hooks()
     from sglang.srt import runtime_context
     from sglang.srt.distributed import init_distributed_environment, initialize_model_parallel
+    from sglang.srt.layers import dp_attention
     from sglang.srt.layers.moe.utils import initialize_moe_config
     from sglang.srt.server_args import ServerArgs
 
-    model = pathlib.Path(tempfile.mkdtemp())
-    (model / "config.json").write_text(json.dumps(CONFIG))
+    newer = hasattr(runtime_context, "publish")  # than SGLang 0.5.16
+    model = pathlib.Path(directory or tempfile.mkdtemp())
+    (model / f"{rank}").mkdir()
+    (model / f"{rank}/config.json").write_text(json.dumps(CONFIG))
+    if ranks > 1:
+        own = {"attn_dp_size": ranks} if newer else {"dp_size": ranks, "enable_dp_attention": True}
+        more = {"tp_size": ranks, "ep_size": ranks} | own | more
     arguments = ServerArgs(
-        model_path=str(model), device="cpu", moe_runner_backend="switchyard",
+        model_path=str(model / f"{rank}"), device="cpu", moe_runner_backend="switchyard",
         skip_tokenizer_init=True,
-        chunked_prefill_size=512,
+        chunked_prefill_size=512, **more,
     )  # fmt: skip
-    if hasattr(runtime_context, "publish"):
-        runtime_context.publish(arguments, role="scheduler")
-    else:  # SGLang 0.5.16
+    if newer:
+        place = runtime_context.SpawnRanks(world_rank=rank) if ranks > 1 else None
+        runtime_context.publish(arguments, role="scheduler", ranks=place)
+        sizes = {}
+    else:
         runtime_context.get_context().set_server_args(arguments)
-        initialize_moe_config(arguments)
+        sizes = dict(
+            tensor_model_parallel_size=ranks,
+            expert_model_parallel_size=ranks,
+            attention_data_parallel_size=ranks,
+        )
     init_distributed_environment(
-        world_size=1,
-        rank=0,
+        world_size=ranks,
+        rank=rank,
         distributed_init_method=f"file://{model}/rendezvous",
-        local_rank=0,
+        local_rank=rank,
         backend="gloo",
     )
-    initialize_model_parallel()
-    if hasattr(runtime_context, "publish"):
-        initialize_moe_config()
+    initialize_model_parallel(**sizes)
+    if ranks > 1:
+        given = () if newer else (arguments.get_model_config(),)
+        dp_attention.initialize_dp_attention(arguments, *given)
+    initialize_moe_config(*(() if newer else (arguments,)))
 
 
 def fused_moe(**given):
@@ -87,11 +101,35 @@ def fused_moe(**given):
         return FusedMoE(**sizes | {"params_dtype": torch.bfloat16} | given)
 
 
-def load(parameter, *given, **named):
+def load(parameter, *given, ranks=RANKS, **named):
+    """ranks: where SGLang was not told them."""
     from sglang.srt import runtime_context
 
-    with runtime_context.get_parallel().override(**RANKS):
+    with runtime_context.get_parallel().override(**ranks or {}):
         parameter.weight_loader(parameter, *given, **named)
+
+
+def in_bf16():
+    """What SGLang is set up for is what the plugin reads, and its layer computes what it should."""
+    from sglang.srt.layers.moe.token_dispatcher.standard import StandardDispatchOutput
+    from sglang.srt.layers.moe.topk import StandardTopKOutput
+
+    from switchyard import _sglang_runner
+
+    layer = fused_moe()
+    method = layer.quant_method
+    assert isinstance(method.runner, _sglang_runner.SwitchyardRunner)
+    assert _sglang_runner.setting("chunked_prefill_size") == 512 and _sglang_runner.setting("device") == "cpu"
+    assert _sglang_runner.setting("enable_eplb") is False and not _sglang_runner.setting("lora_paths")
+    for parameter in layer.parameters():
+        parameter.data.normal_(std=0.1)
+    method.process_weights_after_loading(layer)
+    assert method.runner.binding.experts is not None and method.runner.binding.max_tokens == 512
+    x, (ids, weights) = torch.randn(5, H).bfloat16(), routing(5, E, K)
+    given = StandardDispatchOutput(x, None, StandardTopKOutput(weights, ids.int(), None))
+    out = method.forward_cuda(layer=layer, dispatch_output=given).hidden_states
+    gate, up = layer.w13_weight.chunk(2, dim=1)
+    assert error(out, experts(x, gate, up, layer.w2_weight, ids, weights, switchyard.Activation())) < 1e-2
 
 
 def gpt_oss(columns=I, **more):
@@ -178,9 +216,9 @@ def run(case, x, ids, weights):
 
     given = StandardDispatchOutput(x, None, StandardTopKOutput(weights, ids.int(), None))
     out = case.layer.quant_method.apply(layer=case.layer, dispatch_output=given).hidden_states
-    experts = case.layer.quant_method.runner.binding.experts
+    layer = case.layer.quant_method.runner.binding.experts
     poisoned = torch.full_like(out, math.nan)
-    experts(x, ids.int(), weights, out=poisoned)
+    layer(x, ids.int(), weights, out=poisoned)
     assert torch.equal(out, poisoned)
     return out
 
@@ -273,8 +311,8 @@ def main():
         "int4": compressed,
         "int4-128": lambda: compressed(group=128),
     }
-    if sys.argv[1] == "refusals":
-        refusals()
+    if sys.argv[1] in ("bf16", "refusals"):
+        {"bf16": in_bf16, "refusals": refusals}[sys.argv[1]]()
     else:
         check(makers[sys.argv[1]])
     print("agrees")

@@ -13,9 +13,8 @@ PACKAGE = pathlib.Path(switchyard.__file__).parent
 MODULES = sorted(path.stem for path in PACKAGE.glob("*.py") if path.stem != "__init__")
 # What some modules are built on, without which they cannot be imported.
 NEEDS = {
-    "_vllm": "vllm",
-    "_vllm_four_bit": "vllm",
-    "_sglang_runner": "sglang",
+    **dict.fromkeys(("_vllm", "_vllm_four_bit", "_vllm_ranks"), "vllm"),
+    **dict.fromkeys(("_sglang_ranks", "_sglang_runner"), "sglang"),
     **dict.fromkeys(("_hf", "_hf_block", "_hf_parallel", "_hf_patch", "_layer", "_probe", "_torch", "_watch"), "torch"),
 }
 ALONE = """

@@ -340,69 +340,10 @@ def test_sglang_is_its_own_unless_asked(sglang, monkeypatch):
     assert method.runner.runner_backend == MoeRunnerBackend.TRITON
 
 
-_SERVER = """
-import json, pathlib, sys, tempfile
-import torch
-from sglang.srt.plugins import hook_registry
-import switchyard, switchyard.sglang
-switchyard.sglang.register()
-hook_registry.HookRegistry.apply_hooks()
-from reference import error, experts, routing
-from sglang.srt import runtime_context
-from sglang.srt.distributed import init_distributed_environment, initialize_model_parallel
-from sglang.srt.layers.moe.token_dispatcher.standard import StandardDispatchOutput
-from sglang.srt.layers.moe.topk import StandardTopKOutput
-from sglang.srt.layers.moe.utils import initialize_moe_config
-from sglang.srt.server_args import ServerArgs
-
-model = pathlib.Path(tempfile.mkdtemp())
-(model / "config.json").write_text(json.dumps({
-    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_size": 256,
-    "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
-    "vocab_size": 128, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128,
-    "intermediate_size": 256, "max_position_embeddings": 512, "torch_dtype": "bfloat16"}))
-arguments = ServerArgs(
-    model_path=str(model), device="cpu", moe_runner_backend="switchyard", skip_tokenizer_init=True,
-    chunked_prefill_size=512)
-if hasattr(runtime_context, "publish"):
-    runtime_context.publish(arguments, role="scheduler")
-else:  # SGLang 0.5.16
-    runtime_context.get_context().set_server_args(arguments)
-    initialize_moe_config(arguments)
-init_distributed_environment(
-    world_size=1, rank=0, distributed_init_method=f"file://{model}/rendezvous", local_rank=0, backend="gloo")
-initialize_model_parallel()
-if hasattr(runtime_context, "publish"):
-    initialize_moe_config()
-from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
-
-ranks = dict.fromkeys(("moe_ep_rank", "moe_tp_rank", "moe_dp_rank", "tp_rank", "attn_tp_rank", "attn_dp_rank"), 0)
-with runtime_context.get_parallel().override(**ranks):
-    layer = FusedMoE(
-        num_experts=8, hidden_size=256, intermediate_size=128, layer_id=0, top_k=2,
-        params_dtype=torch.bfloat16)
-from switchyard import _sglang_runner
-assert isinstance(layer.quant_method.runner, _sglang_runner.SwitchyardRunner)
-assert _sglang_runner.setting("chunked_prefill_size") == 512 and _sglang_runner.setting("device") == "cpu"
-assert _sglang_runner.setting("enable_eplb") is False and not _sglang_runner.setting("lora_paths")
-for parameter in layer.parameters():
-    parameter.data.normal_(std=0.1)
-method = layer.quant_method
-method.process_weights_after_loading(layer)
-assert method.runner.binding.experts is not None and method.runner.binding.max_tokens == 512
-x = torch.randn(5, 256).bfloat16()
-ids, weights = routing(5, 8, 2)
-given = StandardDispatchOutput(x, None, StandardTopKOutput(weights, ids.int(), None))
-out = method.forward_cuda(layer=layer, dispatch_output=given).hidden_states
-gate, up = layer.w13_weight.chunk(2, dim=1)
-assert error(out, experts(x, gate, up, layer.w2_weight, ids, weights, switchyard.Activation())) < 1e-2
-print("agrees")
-"""
-
-
 def test_sglangs_own_layer(sglang):
     """ServerArgs, FusedMoE and the hooks together, in a process of their own."""
-    assert "agrees" in python("-c", _SERVER, path=[os.environ["PYTHONPATH"], ROOT / "tests/python"]).stdout
+    path = [os.environ["PYTHONPATH"], ROOT / "tests/python"]
+    assert "agrees" in python(ROOT / "tests/python/sglang_layers.py", "bf16", path=path).stdout
 
 
 def test_updates_of_weights_are_hooked(sglang):

@@ -1,0 +1,199 @@
+"""One rank of SGLang's data-parallel attention with experts over all ranks, which Switchyard exchanges tokens for, as a
+server on CPUs makes its blocks: for test_sglang_ranks.py. torchrun's variables say which rank.
+
+    sglang_ranks.py DIRECTORY passes|refusals|SIGKILL|SIGSTOP
+
+It says what it saw in lines of JSON.
+"""
+
+import json
+import os
+import signal
+import sys
+from types import SimpleNamespace
+
+import torch
+
+import switchyard
+from four_bit_cases import E, H, I, K
+from reference import error, experts, routing
+from sglang_layers import CONFIG, load, serve
+from switchyard import _serving
+
+DEADLINE = 4.0
+
+
+def say(**what):
+    print(json.dumps(what), flush=True)
+
+
+def filled(block):
+    """A block with seeded weights of every rank, and the experts' three matrices."""
+    generator = torch.Generator().manual_seed(1)
+
+    def random(*shape):
+        return torch.randn(shape, generator=generator) / shape[-1] ** 0.5
+
+    gate, up, down = random(E, I, H), random(E, I, H), random(E, H, I)
+    layer = block.experts
+    for shard, name, tensor in (("w1", "w13_weight", gate), ("w3", "w13_weight", up), ("w2", "w2_weight", down)):
+        for e in range(E):
+            load(getattr(layer, name), tensor[e].bfloat16(), name, shard, e, ranks=None)
+    method = layer.quant_method
+    method.forward = method.forward_cuda  # on CPUs SGLang would compute in torch
+    method.process_weights_after_loading(layer)
+    for name, parameter in sorted(block.named_parameters()):
+        if not name.startswith("experts."):
+            parameter.data.copy_(random(*parameter.shape))
+    return block, [tensor.bfloat16() for tensor in (gate, up, down)]
+
+
+def qwen3():
+    from sglang.srt.models.qwen3_moe import Qwen3MoeSparseMoeBlock
+
+    config = SimpleNamespace(**CONFIG, norm_topk_prob=True)
+    return filled(Qwen3MoeSparseMoeBlock(0, config, prefix="mlp").bfloat16())
+
+
+def qwen2():
+    """With a shared expert, which each rank computes for its own tokens."""
+    from sglang.srt.models import qwen2_moe
+    from sglang.srt.models.qwen2_moe import Qwen2MoeSparseMoeBlock
+
+    def gated(x, weight, shared, out):
+        """SGLang has Triton's for GPUs."""
+        out += torch.sigmoid(x @ weight[:, None]) * shared
+
+    qwen2_moe.fused_gate_sigmoid_mul_add = gated
+    more = dict(norm_topk_prob=True, shared_expert_intermediate_size=64, hidden_act="silu")
+    return filled(Qwen2MoeSparseMoeBlock(0, SimpleNamespace(**CONFIG | more), prefix="mlp").bfloat16())
+
+
+def expected_of(block, matrices, x):
+    logits = torch.nn.functional.linear(x, block.gate.weight)
+    weights, ids = logits.float().softmax(-1).topk(K)
+    weights = weights / weights.sum(-1, keepdim=True)
+    out = experts(x, *matrices, ids, weights, switchyard.Activation())
+    shared = getattr(block, "shared_expert", None)
+    if shared is not None:
+        xs = x.double()
+        gate, up = (xs @ shared.gate_up_proj.weight.double().T).chunk(2, 1)
+        inner = torch.nn.functional.silu(gate) * up @ shared.down_proj.weight.double().T
+        out += torch.sigmoid(xs @ block.shared_expert_gate.weight.double().T) * inner
+    return out
+
+
+def tokens_stay():
+    """Whether SGLang leaves tokens where attention has them."""
+    from sglang.srt.layers.moe import utils
+
+    if hasattr(utils, "is_moe_input_scattered_across_dp_ranks"):
+        return utils.is_moe_input_scattered_across_dp_ranks()
+    from sglang.srt.layers.communicator import LayerScatterModes, ScatterMode  # SGLang 0.5.16
+
+    sparse = dict.fromkeys(("is_layer_sparse", "is_previous_layer_sparse", "is_next_layer_sparse"), True)
+    return LayerScatterModes.init_new(layer_id=0, num_layers=2, **sparse).mlp_mode == ScatterMode.SCATTERED
+
+
+@torch.no_grad()
+def passes(rank, ranks):
+    from switchyard import _sglang_ranks
+
+    say(stays=tokens_stay())
+    for make in (qwen3, qwen2):
+        block, matrices = make()
+        binding = block.experts.quant_method.runner.binding
+        say(shard=list(block.experts.w13_weight.shape), most=binding.max_tokens)
+        for step in range(8):
+            tokens = 0 if step % 3 == rank else 1 + (7 * step + 5 * rank) % 40
+            x = torch.randn(tokens, H, generator=torch.Generator().manual_seed(10 * step + rank)).bfloat16()
+            out = block(x)
+            assert out.shape == x.shape
+            if tokens:
+                say(tokens=tokens, error=error(out, expected_of(block, matrices, x)))
+    # What a layer that returns zeros would do.
+    experts_of = binding.experts
+    binding.bind = lambda *given, **named: lambda x, *more, **rest: torch.zeros_like(x)
+    x = torch.randn(5, H).bfloat16()
+    say(error_of_zeros=error(block(x), expected_of(block, matrices, x)))
+    del binding.bind
+    assert binding.experts is experts_of
+    say(epoch=experts_of.stats().epoch)
+    try:
+        block.experts.quant_method.runner.binding.bind(
+            block.experts.w13_weight, block.experts.w2_weight, tokens=binding.max_tokens + 1
+        )
+    except switchyard.CapacityExceeded as refusal:
+        say(too_many=str(refusal))
+    assert _sglang_ranks.is_fused()
+
+
+def refusals(rank, ranks):
+    """Of layers, on each rank alike."""
+    from sglang.srt import runtime_context
+    from switchyard import _sglang_ranks, _sglang_runner
+
+    def refused(make):
+        try:
+            make()
+        except switchyard.Unsupported as refusal:
+            say(refusal=str(refusal))
+
+    refused(lambda: _sglang_ranks.stand_in(_sglang_runner.options_of(), 1, ranks))
+    setting = _sglang_runner.setting
+    for name, value in (("enable_eplb", True), ("speculative_algorithm", "EAGLE"), ("ep_num_redundant_experts", 2)):
+        _sglang_runner.setting = lambda asked, default=None: value if asked == name else setting(asked, default)
+        refused(qwen3)
+    _sglang_runner.setting = setting
+    architecture = _sglang_runner.architecture
+    _sglang_runner.architecture = lambda: "MixtralForCausalLM"
+    refused(qwen3)
+    _sglang_runner.architecture = architecture
+    say(architecture=architecture())
+    flags = runtime_context.get_flags().moe
+    flags.tbo_enabled = True
+    refused(qwen3)
+    flags.tbo_enabled = False
+    from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
+
+    refused(
+        lambda: FusedMoE(
+            num_experts=E, hidden_size=H, intermediate_size=I, layer_id=0, top_k=K,
+            params_dtype=torch.bfloat16, reduce_results=True,
+        )
+    )  # fmt: skip
+
+
+@torch.no_grad()
+def who_failed(rank, ranks, how):
+    """The last rank ends, or stops, before its third pass."""
+    block, _ = qwen3()
+    x = torch.randn(9, H).bfloat16()
+    try:
+        for step in range(5):
+            if step == 2 and rank == ranks - 1:
+                os.kill(os.getpid(), getattr(signal, how))
+            block(x)
+            _serving.check_passes()
+    except switchyard.Error as failure:
+        say(failure=str(failure), kind=type(failure).__name__)
+    os._exit(0)  # groups end with all ranks
+
+
+def main():
+    directory, what = sys.argv[1:]
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    torch.set_num_threads(1)
+    options = {"expert_parallel": "fused", "num_threads": 1}
+    if what.startswith("SIG"):
+        options["deadline"] = DEADLINE
+    os.environ["SWITCHYARD_SGLANG_OPTIONS"] = json.dumps(options)
+    serve(rank, ranks, directory)
+    if what.startswith("SIG"):
+        who_failed(rank, ranks, what)
+    {"passes": passes, "refusals": refusals}[what](rank, ranks)
+    torch.distributed.barrier()
+    os._exit(0)
+
+
+main()
