@@ -82,7 +82,7 @@ def gpu_steps(call, script, out, gpus):
             *(several if gpus > 1 else []),
         ],
         "ramp": [
-            call("tune", "--kernel", "grouped", "--dtype", "fp8", "--out", out / "grouped_fp8", "--quick", "--prune", "0.25", "--budget", "320"),
+            call("tune", "--kernel", "grouped", "--backend", "cuda", "--dtype", "fp8", "--out", out / "grouped_fp8", "--quick", "--prune", "0.25", "--budget", "320"),
             call("tune", "--evaluate", out / "grouped_fp8.profile.json", "--json", out / "ramp.json", "--regions", out / "ramp_regions.json",
                  "--measured-constants"),
         ],
@@ -205,6 +205,9 @@ def chart(lines):
         y = top + row * (i + 0.5)
         both = [value for value in (line.theirs, line.ours) if value and value > 0]
         parts.append(f'<text x="2" y="{y + 4:.1f}">{i + 1}</text>')
+        if not both:
+            parts.append(f'<text x="{left}" y="{y + 4:.1f}">{number(line.ours)}, not on this axis</text>')
+            continue
         parts.append(f'<line x1="{x(min(both)):.1f}" x2="{x(max(both)):.1f}" y1="{y}" y2="{y}"/>')
         if line.theirs:
             parts.append(f'<circle class="theirs" cx="{x(line.theirs):.1f}" cy="{y}" r="4.5"/>')

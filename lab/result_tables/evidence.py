@@ -6,6 +6,7 @@ returns none where the directory has no rows for it.
 
 import dataclasses
 import json
+import math
 import statistics
 
 from result_rows import card_of
@@ -133,6 +134,24 @@ def by(rows, key):
     for row in rows:
         found.setdefault(key(row), []).append(row)
     return found
+
+
+def wave_loss(measured):
+    """What skew leaves idle of the last wave, from histograms alone: OLMoE, tiles of 16 rows, blocks of 256 of N's 2048."""
+
+    def occupancy(point):
+        waves = sum(-(-count // 16) for count in point["counts"]) * 8 / 132
+        return waves / math.ceil(waves)
+
+    lines = []
+    for path in sorted([*measured.directory.glob("*.profile.json"), *measured.directory.glob("profiles/*.profile.json")])[-1:]:
+        profile = json.loads(path.read_text())
+        at = {(point["tokens"], point["beta"]): occupancy(point) for point in profile["points"] if point["model"] == "ramp-olmoe"}
+        row = {"machine": "computed from histograms", "commit": "none", "command": path.name}
+        lines += [Line(f"{tokens} tokens, occupancy lost at β 0.5; theirs 15 to 30 % for small batches", 22.5 if tokens <= 32 else None,
+                       100 * (1 - at[tokens, 0.5] / at[tokens, 1.0]), "%", row)
+                  for tokens in sorted({tokens for tokens, _ in at}) if {(tokens, 0.5), (tokens, 1.0)} <= at.keys()]
+    return lines
 
 
 def regret(measured):
@@ -282,6 +301,7 @@ EXTRACTORS = {
         "Figure 6.3b": Shown(bytes_sent, "two GPUs"),
     },
     "ramp": {
+        "Figure 3": Shown(wave_loss, "the command"),
         "Table IV": Shown(regret, "the command"),
         "Table V, β 0.5": Shown(static_gain(0.5, STATIC_GAINS), "the command"),
         "Table V, β 0.8": Shown(static_gain(0.8, {}), "the command"),
