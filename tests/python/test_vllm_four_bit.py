@@ -26,7 +26,7 @@ from four_bit_cases import (
 )
 from reference import Packed, as_words, error, experts
 from switchyard import Activation, InvalidArgument, ShapeMismatch, Unsupported
-from vllm_ranks import deepseek_v4_config, load_experts, one_rank
+from vllm_ranks import compressed_config, deepseek_v4_config, load_experts, one_rank
 
 
 @pytest.fixture(scope="module")
@@ -80,31 +80,7 @@ def deepseek_v4(vllm, limit=10.0, config=None, **more):
 
 def compressed(vllm, group=32, weights={}, **more):
     """compressed-tensors' pack-quantized INT4, as Kimi-K2-Thinking has it."""
-    quantization = pytest.importorskip(
-        "vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors"
-    )
-    args = {
-        "num_bits": 4,
-        "type": "int",
-        "symmetric": True,
-        "strategy": "group",
-        "group_size": group,
-    }
-    config = quantization.CompressedTensorsConfig.from_config(
-        {
-            "quant_method": "compressed-tensors",
-            "format": "pack-quantized",
-            "ignore": [],
-            "config_groups": {
-                "group_0": {
-                    "targets": ["Linear"],
-                    "weights": args | weights,
-                    "input_activations": None,
-                }
-            },
-        }
-    )
-    layer = vllm(quant_config=config, **more)
+    layer = vllm(quant_config=compressed_config(group, weights), **more)
     w13, w2 = (
         Packed("int4", rows, columns, group, count=E) for rows, columns in ((2 * I, H), (H, I))
     )

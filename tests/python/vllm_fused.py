@@ -25,8 +25,10 @@ from vllm_ranks import (
     E,
     H,
     I,
+    compressed_config,
     deepseek_v4_config,
     factory,
+    in_int4,
     in_mxfp4,
     load_experts,
     on_cpus,
@@ -214,10 +216,6 @@ def fp8():
     return stored, [exact for _, _, exact in found]
 
 
-def mxfp4():
-    return in_mxfp4()
-
-
 def fp8_config():
     from vllm.model_executor.layers.quantization.fp8 import Fp8Config
 
@@ -296,7 +294,20 @@ def case_fp8(rank):
 
 def case_mxfp4(rank):
     layer = rank.layer(quant_config=deepseek_v4_config())
-    stored, exact = mxfp4()
+    stored, exact = in_mxfp4()
+    loaded(rank, layer, stored)
+    compare(rank, [layer], exact, BF16_ERROR)
+
+
+def case_int4(rank):
+    from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import (
+        compressed_tensors_moe as module,
+    )
+
+    # 0.26 asks for a GPU before it chooses the class that lets choose a kernel.
+    module.check_moe_marlin_supports_layer = lambda *given, **named: True
+    layer = rank.layer(quant_config=compressed_config())
+    stored, exact = in_int4()
     loaded(rank, layer, stored)
     compare(rank, [layer], exact, BF16_ERROR)
 

@@ -17,7 +17,7 @@ import torch.multiprocessing
 
 import switchyard
 import switchyard.vllm
-from reference import Packed, error, experts
+from reference import Packed, as_words, error, experts
 
 E, H, I, T, K = 8, 256, 128, 9, 2
 
@@ -98,6 +98,22 @@ def deepseek_v4_config():
     )
 
 
+def compressed_config(group=32, weights={}):
+    """compressed-tensors' pack-quantized INT4, as Kimi-K2-Thinking has it."""
+    from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
+
+    args = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": group}
+    groups = {"group_0": {"targets": ["Linear"], "weights": args | weights, "input_activations": None}}
+    return CompressedTensorsConfig.from_config(
+        {
+            "quant_method": "compressed-tensors",
+            "format": "pack-quantized",
+            "ignore": [],
+            "config_groups": groups,
+        }
+    )
+
+
 def load_experts(layer, matrices):
     """Each expert's gate, up and down, [E, rows, columns] by the suffix of the parameter."""
     for suffix, (gate, up, down) in matrices.items():
@@ -121,6 +137,15 @@ def in_mxfp4():
     # DeepSeek-V4's checkpoints have int8 and float8_e8m0fnu; vLLM's model hands on scales as bytes.
     stored = {
         "weight": [matrix.bytes.view(torch.int8) for matrix in packed],
+        "weight_scale": [matrix.scale for matrix in packed],
+    }
+    return stored, [matrix.exact for matrix in packed]
+
+
+def in_int4():
+    packed = [Packed("int4", rows, columns, count=E) for rows, columns in ((I, H), (I, H), (H, I))]
+    stored = {
+        "weight_packed": [as_words(matrix.bytes) for matrix in packed],
         "weight_scale": [matrix.scale for matrix in packed],
     }
     return stored, [matrix.exact for matrix in packed]
