@@ -359,12 +359,14 @@ class Binding:
         weight_on_input: bool = False,
         weight_format: WeightFormat | None = None,
         refresh_in_graphs: bool = False,
+        refresh_each_pass: bool = False,
         ranks: Ranks | None = None,
         num_experts: int | None = None,
         log: logging.Logger | None = None,
     ) -> None:
         """`ranks` and `num_experts`, of all ranks: the layer exchanges tokens itself, and takes ids of all
-        ranks' experts. Then `max_tokens` is the most tokens of one rank's call."""
+        ranks' experts. Then `max_tokens` is the most tokens of one rank's call. `refresh_each_pass`: a server
+        moves experts in place between passes without a word, so scales and biases are laid out anew in each."""
         self.options = options
         self.ranks = ranks
         self.num_experts = num_experts
@@ -378,6 +380,7 @@ class Binding:
         self.weight_format = weight_format
         wanted = options.refresh_in_graphs
         self.refresh_in_graphs = refresh_in_graphs if wanted is None else wanted
+        self.refresh_each_pass = refresh_each_pass
         self.experts: Experts | None = None
         # It is there for further layers as long as one of them is.
         self._workspace: Workspace | None = None
@@ -470,7 +473,7 @@ class Binding:
             self.experts = self._make(w13, w2, small)
         elif addresses != self._addresses:
             self.experts.rebind(w13, w2, **small)
-        elif self.refresh_in_graphs and _capturing(w13):
+        elif self.refresh_each_pass or (self.refresh_in_graphs and _capturing(w13)):
             self.refresh()
         else:
             return self.experts

@@ -26,7 +26,7 @@ from vllm.platforms import current_platform
 from . import _vllm_four_bit as four_bit
 from . import _vllm_ranks as over_ranks
 from ._library import has_cuda
-from ._serving import NO_EPLB, WEIGHTS, Binding, Options, local_ids, other_signature, taken_types
+from ._serving import WEIGHTS, Binding, Options, local_ids, other_signature, taken_types
 from ._vllm_setup import activation_of, capacity, is_fused, log, options_of, refuse
 from .errors import Error, Unsupported
 
@@ -241,9 +241,13 @@ class SwitchyardRoutedExperts(RoutedExperts):
         )
         if not supported:
             raise Unsupported(f"Switchyard cannot run this layer: {reason}")
-        copied = moe_config.has_bias or quantised or form
-        if moe_config.moe_parallel_config.enable_eplb and copied:
-            raise Unsupported(NO_EPLB.format("--enable-eplb"))
+        if moe_config.moe_parallel_config.enable_eplb:
+            if form:
+                raise Unsupported(
+                    "--enable-eplb moves experts between ranks without a word to the layer, which on GPUs keeps weights "
+                    "of four bits in a layout of its own: they would be those of other experts. Turn it off"
+                )
+            self.binding.refresh_each_pass = bool(moe_config.has_bias or quantised)
 
     def forward_modular(self, x: Any, topk_weights: Any, topk_ids: Any, *more: Any, **named: Any) -> Any:
         if self.rows is None or x.shape[0]:

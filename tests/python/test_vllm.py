@@ -218,6 +218,30 @@ def test_a_reload_reaches_what_calls_nothing():
     assert error(after, fresh.experts(x, ids, weights).double()) < 1e-6 < error(after, before.double())
 
 
+def test_experts_that_move_in_place_without_a_word():
+    """With scales of which a CPU layer has copies, as a layer on a GPU has of all."""
+    w13 = (torch.randn(E, 2 * I, H) * 100).clamp(-448, 448).to(torch.float8_e4m3fn)
+    w2 = (torch.randn(E, H, I) * 100).clamp(-448, 448).to(torch.float8_e4m3fn)
+    drawn = [2.0 ** torch.randint(-10, -4, (E, n // 128, k // 128)) for n, k in ((2 * I, H), (H, I))]
+    small = dict(zip(("w13_scale", "w2_scale"), (scale.to(torch.float8_e8m0fnu) for scale in drawn)))
+    x, (ids, weights) = torch.randn(T, H), routing(T, E, K)
+    results = {}
+    for told in (True, False):
+        binding = Binding(
+            Options(), activation=Activation(), order="gate_up", top_k=K, max_tokens=T, refresh_each_pass=told
+        )
+        arrays = [array.clone() for array in (w13, w2, *small.values())]
+        named = dict(zip(small, arrays[2:]))
+        before = binding.bind(*arrays[:2], **named)(x, ids, weights)
+        for array in arrays:
+            bytes_ = array.view(torch.uint8)
+            bytes_.copy_(bytes_.roll(1, 0))
+        # Expert e is at e + 1 now.
+        after = binding.bind(*arrays[:2], **named)(x, (ids + 1) % E, weights)
+        results[told] = error(after, before.double())
+    assert results[True] < 1e-6 < 1e-2 < results[False]
+
+
 def test_a_reload_of_packed_weights_reaches_the_bound_ones():
     """A layer on a GPU has a copy of four bits, too, which must follow what a server loads elsewhere."""
     x, (ids, weights) = torch.randn(T, H), routing(T, E, K)
@@ -519,14 +543,26 @@ def test_batch_invariance_is_refused(vllm, monkeypatch):
         vllm()
 
 
-def test_eplb_is_refused_where_it_would_move_what_was_copied(vllm):
+def test_scales_and_biases_are_laid_out_in_each_pass_under_eplb(vllm):
+    """vLLM moves experts in place, and tells no layer."""
+
     def balanced(config):
         config.parallel_config.enable_eplb = True
 
     given = {"change": balanced, "enable_eplb": True}
-    vllm(**given)
-    with pytest.raises(Unsupported, match="--enable-eplb moves experts"):
-        vllm(has_bias=True, **given)
+    assert not vllm(**given).binding.refresh_each_pass
+    assert not vllm(has_bias=True).binding.refresh_each_pass
+    layer = vllm(has_bias=True, **given)
+    load(layer)
+    x, ids, weights = batch()
+    for _ in range(2):
+        biases = (*layer.w13_bias.chunk(2, dim=1), layer.w2_bias)
+        expected = experts(
+            x, *layer.w13_weight.chunk(2, dim=1), layer.w2_weight, ids, weights, Activation(), biases
+        )
+        assert error(run(layer, x, ids, weights), expected) < BF16_ERROR
+        for tensor in (layer.w13_weight, layer.w2_weight, layer.w13_bias, layer.w2_bias):
+            tensor.data.copy_(tensor.data.roll(1, 0))
 
 
 def test_what_vllm_is_configured_for_is_refused(vllm):

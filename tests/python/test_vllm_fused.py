@@ -88,7 +88,7 @@ def fused(*words):
     return started(sys.executable, ROOT / "tests/python/vllm_fused.py", *words, timeout=3600)
 
 
-ALL = ["bf16", "bias", "fp8", "mxfp4", "int4", "input", "shared", "eplb"]
+ALL = ["bf16", "bias", "fp8", "mxfp4", "int4", "input", "shared", "eplb", "eplb_bias", "eplb_fp8"]
 
 
 @pytest.mark.parametrize(

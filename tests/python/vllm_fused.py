@@ -354,7 +354,33 @@ def case_shared(rank):
 
 
 def case_eplb(rank):
-    """Physical experts with replicas, which vLLM moves in place between steps."""
+    _, (gate, up, down) = bf16()
+    balance(rank, (gate, up, down), {"w13_weight": torch.cat([gate, up], 1), "w2_weight": down})
+
+
+def case_eplb_bias(rank):
+    _, (gate, up, down) = bf16()
+    biases = [own_matrices(E, I), own_matrices(E, I), own_matrices(E, H)]
+    whole = {"w13_weight": torch.cat([gate, up], 1), "w2_weight": down}
+    whole |= {"w13_bias": torch.cat(biases[:2], 1), "w2_bias": biases[2]}
+    balance(rank, (gate, up, down), whole, biases=biases, has_bias=True)
+
+
+def case_eplb_fp8(rank):
+    stored, exact = fp8()
+    whole = {
+        f"{name}_{suffix}": torch.cat(parts[:2], 1) if name == "w13" else parts[2]
+        for suffix, parts in stored.items() for name in ("w13", "w2")
+    }
+    bound = lambda x, logits, wanted: 2 * error(fp8_experts(x, *exact, *routed(logits)), wanted)
+    balance(rank, exact, whole, bound, quant_config=fp8_config())
+
+
+def balance(rank, exact, whole, bound=BF16_ERROR, biases=(None, None, None), **more):
+    """Physical experts with replicas, which vLLM moves in place between steps.
+
+    whole: every parameter of the layer, of all logical experts.
+    """
     from vllm.distributed import get_ep_group
     from vllm.distributed.eplb.eplb_communicator import TorchDistNcclEplbCommunicator
     from vllm.distributed.eplb.rebalance_execute import rearrange_expert_weights_inplace
@@ -369,25 +395,25 @@ def case_eplb(rank):
         config.parallel_config.enable_eplb = True
         config.parallel_config.eplb_config.num_redundant_experts = 2
 
-    layer = rank.layer(rank.config(balanced), enable_eplb=True, num_redundant_experts=2)
+    layer = rank.layer(rank.config(balanced), enable_eplb=True, num_redundant_experts=2, **more)
     runner, places = layer[0], E + 2
     state = runner.eplb_state
     state.should_record_tensor = torch.zeros((), dtype=torch.bool)
     state.num_unpadded_tokens_tensors = [torch.zeros((), dtype=torch.int32)]
     runner.set_eplb_state(0, *(torch.zeros(1, size, dtype=torch.int32) for size in (places, E, E)))
-    _, (gate, up, down) = bf16()
     held = runner.routed_experts
     own = held.binding.ranks.world.own_experts(places)
     placement = torch.cat([torch.arange(E), torch.tensor([0, 1])])
-    local = placement[own.start : own.stop]
-    held.w13_weight.data.copy_(torch.cat([gate, up], 1)[local])
-    held.w2_weight.data.copy_(down[local])
+    for name, tensor in whole.items():
+        getattr(held, name).data.copy_(tensor[placement[own.start : own.stop]])
     loaded(rank, layer, {})
-    addresses = held.w13_weight.data_ptr(), held.w2_weight.data_ptr()
-    group, weights = get_ep_group(), list(runner.get_expert_weights())
+    assert set(dict(held.named_parameters())) == set(whole)
+    addresses = {name: getattr(held, name).data_ptr() for name in whole}
+    # Bytes: gloo knows few types.
+    group, weights = get_ep_group(), [weight.view(torch.uint8) for weight in runner.get_expert_weights()]
     for number in range(4):
         chosen.placement = placement
-        compare(rank, [layer], (gate, up, down), BF16_ERROR)
+        compare(rank, [layer], exact, bound, biases)
         torch.manual_seed(number)
         # Every expert has a place, and others than before have two.
         moved = torch.cat([torch.randperm(E), torch.randint(E, (2,))])[torch.randperm(places)]
@@ -397,35 +423,7 @@ def case_eplb(rank):
         )
         assert not torch.equal(placement, moved)
         placement = moved
-    assert addresses == (held.w13_weight.data_ptr(), held.w2_weight.data_ptr())
-
-
-def case_soak(rank):
-    """Two layers, of which one has biases, in every step, with all kinds of counts."""
-    layers = rank.layer(), rank.layer(has_bias=True)
-    stored, exact = bf16()
-    biases = [own_matrices(E, I), own_matrices(E, I), own_matrices(E, H)]
-    put_biases(layers[1], biases)
-    for layer in layers:
-        loaded(rank, layer, stored)
-    start = time.monotonic()
-    for step in range(rank.steps):
-        torch.manual_seed(step * rank.dp + rank.dp_rank)
-        counts = counts_of(step, rank.dp) if step % 3 else torch.randint(
-            MOST + 1, (rank.dp,), generator=torch.Generator().manual_seed(step)
-        ).tolist()
-        for layer, of in zip(layers, ((None, None, None), biases)):
-            out, x, logits = rank.step(layer, counts)
-            # A part of the rows is enough: others of the same pass are as right or wrong.
-            rows = slice(0, 3)
-            if counts[rank.dp_rank] is None:
-                assert (out == 0).all(), step
-            elif counts[rank.dp_rank]:
-                wanted = experts(x[rows], *exact, *routed(logits[rows]), switchyard.Activation(), of)
-                assert error(out[rows], wanted) < BF16_ERROR, step
-                assert out.isfinite().all(), step
-    if rank.rank == 0:
-        print(f"{rank.steps} steps in {time.monotonic() - start:.0f} s", flush=True)
+    assert addresses == {name: getattr(held, name).data_ptr() for name in whole}
 
 
 def case_stop(rank):
@@ -491,7 +489,10 @@ def case_refusals(rank):
             num_expert_group=2, topk_group=1, custom_routing_function=None,
         )
         refused("skip_final_all_reduce", reduce_results=False)
-    refused("--enable-eplb moves experts", set_parallel(enable_eplb=True), enable_eplb=True, has_bias=True)
+    refused(
+        "--enable-eplb moves experts", set_parallel(enable_eplb=True), enable_eplb=True,
+        quant_config=deepseek_v4_config(),
+    )
     layer = rank.layer()
     loaded(rank, layer, bf16()[0])
     try:
