@@ -53,6 +53,7 @@ class Rank:
         self.rank, self.dp, self.tp, self.steps = rank, args.dp, args.tp, args.steps
         self.ranks, self.dp_rank = args.dp * args.tp, rank // args.tp
         self.agrees = False  # whether ranks tell each other by vLLM how many tokens they have
+        torch.set_num_threads(1)  # ranks share the processors
         os.environ["RANK"] = str(rank)  # external launchers say so
         config = self.config()
         from vllm.config import set_current_vllm_config
@@ -424,6 +425,35 @@ def balance(rank, exact, whole, bound=BF16_ERROR, biases=(None, None, None), **m
         assert not torch.equal(placement, moved)
         placement = moved
     assert addresses == {name: getattr(held, name).data_ptr() for name in whole}
+
+
+def case_soak(rank):
+    """Two layers, of which one has biases, in every step, with all kinds of counts."""
+    layers = rank.layer(), rank.layer(has_bias=True)
+    stored, exact = bf16()
+    biases = [own_matrices(E, I), own_matrices(E, I), own_matrices(E, H)]
+    put_biases(layers[1], biases)
+    for layer in layers:
+        loaded(rank, layer, stored)
+    exact, biases = ([matrix.double() for matrix in matrices] for matrices in (exact, biases))
+    start = time.monotonic()
+    for step in range(rank.steps):
+        torch.manual_seed(step * rank.dp + rank.dp_rank)
+        counts = counts_of(step, rank.dp) if step % 3 else torch.randint(
+            MOST + 1, (rank.dp,), generator=torch.Generator().manual_seed(step)
+        ).tolist()
+        for layer, of in zip(layers, ((None, None, None), biases)):
+            out, x, logits = rank.step(layer, counts)
+            # A part of the rows is enough: others of the same pass are as right or wrong.
+            rows = slice(0, 3)
+            if counts[rank.dp_rank] is None:
+                assert (out == 0).all(), step
+            elif counts[rank.dp_rank]:
+                wanted = experts(x[rows], *exact, *routed(logits[rows]), switchyard.Activation(), of)
+                assert error(out[rows], wanted) < BF16_ERROR, step
+                assert out.isfinite().all(), step
+    if rank.rank == 0:
+        print(f"{rank.steps} steps in {time.monotonic() - start:.0f} s", flush=True)
 
 
 def case_stop(rank):
