@@ -28,10 +28,14 @@ struct Mark {
   const char *field, *kind;
 };
 constexpr Mark kMarks[] = {
-    {"implementation", GroupedRow::kKind}, {"link_bytes", HostsRow::kKind},
-    {"stage", ExchangeRow::kKind},         {"rung", AllToAllRow::kKind},
-    {"late_us", LateRow::kKind},           {"exhaustive_us", RampRow::kKind},
-    {"prediction", RegionRow::kKind},      {"intermediate", Row::kKind},
+    {"rows_per_expert", GroupedRow::kKind},
+    {"link_bytes", HostsRow::kKind},
+    {"stage", ExchangeRow::kKind},
+    {"rung", AllToAllRow::kKind},
+    {"late_us", LateRow::kKind},
+    {"exhaustive_us", RampRow::kKind},
+    {"prediction", RegionRow::kKind},
+    {"intermediate", Row::kKind},
 };
 
 }  // namespace
@@ -40,6 +44,11 @@ void refuse_other_files(const Json& file, const std::string& source, std::string
                         const char* remedy) {
   constexpr const char* kTraceRemedy = "give it with --trace, beside files of rows";
   if (file.contains("traceEvents")) refuse_file(source, "is a trace", kTraceRemedy);
+  if (const Json* const told = file.find("file"); told != nullptr && told->is_string()) {
+    if (told->text() == "switchyard profile") {
+      refuse_file(source, "is a tuner's profile", "give it to 'switchyard report' with --profile");
+    }
+  }
   if (file.contains("benchmarks")) {
     refuse_file(source, "is a result of Google Benchmark, which has other rows", remedy);
   }
@@ -49,6 +58,10 @@ void refuse_other_files(const Json& file, const std::string& source, std::string
   if (file.elements().empty()) return;
   const Json& first = file.elements().front();
   if (first.contains("ph")) refuse_file(source, "is a trace", kTraceRemedy);
+  if (first.contains("time_us") && first.contains("source")) {
+    refuse_file(source, "lists what others publish",
+                "give it to 'switchyard report' with --published");
+  }
   for (const Mark& mark : kMarks) {
     if (!first.contains(mark.field)) continue;
     if (mark.kind == kind) return;

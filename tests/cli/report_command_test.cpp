@@ -136,6 +136,10 @@ TEST_F(ReportCommand, RefusesFilesThatAreNotRows) {
   expect_refused({file("row.json", R"([{"suite": "a"}])")}, "invalid_file",
                  {"row.json row 1", "'machine'", "bench"});
   expect_refused({trace}, "invalid_file", {"trace.json", "--trace"});
+  expect_refused({file("profile.json", R"({"file": "switchyard profile"})")}, "invalid_file",
+                 {"profile.json", "a tuner's profile", "--profile"});
+  expect_refused({file("published.json", R"([{"rival": "a", "source": "b", "time_us": {}}])")},
+                 "invalid_file", {"published.json", "others publish", "--published"});
   const std::string rows = measured_rows();
   expect_refused({rows, rows}, "invalid_file", {"rows.json row 1", "same point", "only one"});
   expect_refused({rows, "--trace", rows}, "invalid_file",
