@@ -40,8 +40,6 @@ constexpr int kVerdictTimes = 5;
 constexpr milliseconds kProxyTime{1'000};
 // The longest sleep where the network has no descriptor to wait for.
 constexpr std::chrono::microseconds kBriefSleep{100};
-// A rank that was heard of within this time is not called silent, however short the deadline.
-constexpr std::int64_t kLeastSilence = 150'000'000;
 // Stands in the place of a time once a rank of this host has left.
 constexpr auto kGone = static_cast<std::uint64_t>(std::numeric_limits<std::int64_t>::max());
 // The most events that a turn of the proxy takes, so that everything has its turn.
@@ -62,77 +60,6 @@ Immediate::Kind chunk_of(Lane lane) {
 }
 
 }  // namespace
-
-// ---------------------------------------------------------------------------------- RemoteHeap
-
-RemoteHeap::RemoteHeap(std::shared_ptr<Proxy> proxy, std::span<std::byte* const> bases,
-                       std::size_t bytes)
-    : proxy_(std::move(proxy)),
-      control_(
-          reinterpret_cast<protocol::Control*>(bases[static_cast<std::size_t>(proxy_->rank_)])),
-      segment_(proxy_->enter(bases, bytes)) {}
-
-RemoteHeap::~RemoteHeap() { proxy_->leave(segment_); }
-
-const Hosts& RemoteHeap::hosts() const { return proxy_->hosts_; }
-
-int RemoteHeap::arbiter() const {
-  return proxy_->hosts_.ranks_of(proxy_->hosts_.host_of(proxy_->rank_)).front();
-}
-
-bool RemoteHeap::reaches(int rank) const { return proxy_->hosts_.same_host(rank, proxy_->rank_); }
-
-int RemoteHeap::gateway_to(int rank) const {
-  return proxy_->hosts_.gateway(proxy_->rank_, proxy_->hosts_.host_of(rank));
-}
-
-bool RemoteHeap::append(Lane lane, int host, RecordKind kind, std::span<const Target> targets,
-                        const void* payload, std::size_t bytes, std::size_t& done) {
-  return proxy_->outbox(lane, host).append(kind, segment_, targets, payload, bytes, done);
-}
-
-void RemoteHeap::flush(Lane lane, int host) { proxy_->outbox(lane, host).flush(); }
-
-bool RemoteHeap::may_append(Lane lane, int host) const {
-  return proxy_->outbox(lane, host).may_append();
-}
-
-void RemoteHeap::end_call() {
-  protocol::store_release(&control_->ended, protocol::load_relaxed(&control_->ended) + 1);
-}
-
-int RemoteHeap::silent_rank(std::uint64_t deadline_ns) const {
-  const std::int64_t now = now_ns();
-  std::int64_t longest = std::max(static_cast<std::int64_t>(deadline_ns / 2), kLeastSilence);
-  int silent = -1;
-  for (int r = 0; r < proxy_->hosts_.num_ranks(); ++r) {
-    const auto i = static_cast<std::size_t>(r);
-    // A rank that has said goodbye is silent with good reason. If it is missed, waits for it say
-    // so.
-    if (r == proxy_->rank_ ||
-        proxy_->peers_[i].load(std::memory_order_acquire) == Proxy::Peer::kDeparted) {
-      continue;
-    }
-    const std::int64_t heard = proxy_->last_sign_of(r);
-    if (now - heard <= longest) continue;
-    longest = now - heard;
-    silent = r;
-  }
-  return silent;
-}
-
-void RemoteHeap::on_abort(std::function<void()> hook) {
-  const std::lock_guard lock(proxy_->heaps_mutex_);
-  Proxy::Heap& heap = proxy_->heaps_.at(segment_);
-  heap.on_abort = std::move(hook);
-  if (heap.abort_announced) heap.on_abort();
-}
-
-bool RemoteHeap::propose(const protocol::FailureRecord& record) const {
-  return proxy_->propose(segment_, record);
-}
-
-// --------------------------------------------------------------------------------------- Proxy
 
 Proxy::Proxy(const Hosts& hosts, int rank, const ProxyOptions& options,
              std::unique_ptr<Network> network, std::vector<std::uint64_t*> alive,

@@ -41,6 +41,9 @@ namespace switchyard::network {
 
 class Proxy;
 
+// A rank that was heard of within this time (ns) is not called silent, however short the deadline.
+inline constexpr std::int64_t kLeastSilence = 150'000'000;
+
 // A heap of which some ranks are on other hosts, as one rank sees it. Any thread may send.
 class RemoteHeap {
  public:
