@@ -72,6 +72,22 @@ class LaunchTest : public ::testing::Test {
     return code;
   }
 
+  // A launcher in a process of its own, whose ranks and itself write their numbers into files of
+  // these names.
+  void forget_pids() const {
+    for (const char* name : {"pid0", "pid1", "launcher"})
+      std::filesystem::remove(directory_ / name);
+  }
+  [[noreturn]] static void exit_with_launch(const LaunchOptions& options) {
+    const rlimit no_core{0, 0};
+    ::setrlimit(RLIMIT_CORE, &no_core);
+    ::_exit(launch(options));
+  }
+  void kill_launcher(int number) const {
+    EXPECT_TRUE(eventually([&] { return exists("pid0") && exists("pid1"); }));
+    ::kill(std::stoi(contents("launcher")), number);
+  }
+
   std::filesystem::path directory_;
 };
 
@@ -276,18 +292,14 @@ TEST_F(LaunchTest, RanksDieWithTheLauncher) {
 // A program that a rank's shell started has another parent than the launcher.
 TEST_F(LaunchTest, ChildrenOfRanksDieWithTheLauncher) {
   for (const int number : {SIGKILL, SIGQUIT}) {
-    for (const char* name : {"pid0", "pid1", "launcher"})
-      std::filesystem::remove(directory_ / name);
+    forget_pids();
     const auto codes = run_processes(2, [&](int child) {
       if (child == 0) {
-        const rlimit no_core{0, 0};
-        ::setrlimit(RLIMIT_CORE, &no_core);
-        ::_exit(launch(shell(2,
-                             "echo $PPID > $DIR/launcher; sleep 1000 & echo $! > $DIR/new$RANK; "
-                             "mv $DIR/new$RANK $DIR/pid$RANK; wait")));
+        exit_with_launch(shell(2,
+                               "echo $PPID > $DIR/launcher; sleep 1000 & echo $! > $DIR/new$RANK; "
+                               "mv $DIR/new$RANK $DIR/pid$RANK; wait"));
       }
-      EXPECT_TRUE(eventually([&] { return exists("pid0") && exists("pid1"); }));
-      ::kill(std::stoi(contents("launcher")), number);
+      kill_launcher(number);
     });
     EXPECT_EQ(codes[0], 128 + number);
     EXPECT_TRUE(eventually([&] { return has_ended("pid0") && has_ended("pid1"); }, kAtOnce));
@@ -318,21 +330,17 @@ TEST_F(LaunchTest, NamespacesDieWithTheLauncher) {
   }
   // Names of other processes' namespaces come and go, but those of a launcher have its number.
   for (const int number : {SIGKILL, SIGQUIT, SIGTERM}) {
-    for (const char* name : {"pid0", "pid1", "launcher"})
-      std::filesystem::remove(directory_ / name);
+    forget_pids();
     const auto codes = run_processes(2, [&](int child) {
       if (child == 0) {
-        const rlimit no_core{0, 0};
-        ::setrlimit(RLIMIT_CORE, &no_core);
         LaunchOptions options =
             shell(2,
                   "echo $PPID > $DIR/launcher; readlink /proc/self/ns/net > $DIR/net$RANK; "
                   "sleep 1000 & echo $! > $DIR/new$RANK; mv $DIR/new$RANK $DIR/pid$RANK; wait");
         options.namespaces = 2;
-        ::_exit(launch(options));
+        exit_with_launch(options);
       }
-      EXPECT_TRUE(eventually([&] { return exists("pid0") && exists("pid1"); }));
-      ::kill(std::stoi(contents("launcher")), number);
+      kill_launcher(number);
     });
     EXPECT_EQ(codes[0], 128 + number);
     EXPECT_TRUE(eventually([&] { return has_ended("pid0") && has_ended("pid1"); }, kAtOnce));

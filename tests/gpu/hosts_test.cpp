@@ -33,14 +33,7 @@ namespace {
 using GpuHosts = OnGpu<::testing::Test>;
 
 ExchangeSpec spec_with(RowLayout layout, DType dispatch = DType::kBF16) {
-  ExchangeSpec spec;
-  spec.hidden = 144;
-  spec.num_experts = 11;
-  spec.top_k = 3;
-  spec.max_tokens = 24;
-  spec.dispatch = dispatch;
-  spec.layout = layout;
-  return spec;
+  return spec_over_hosts(144, layout, dispatch);
 }
 
 void require_nothing_thrown(const std::vector<std::exception_ptr>& thrown) {
@@ -67,14 +60,7 @@ TEST_P(GpuHostsShapes, RowsArriveAndResultsComeBack) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(
-    Layouts, GpuHostsShapes,
-    ::testing::Values(std::tuple(RowLayout::packed(), DType::kBF16, DType::kBF16),
-                      std::tuple(RowLayout::packed(), DType::kF32, DType::kF32),
-                      std::tuple(RowLayout::packed(), DType::kF8E4M3, DType::kF32),
-                      std::tuple(RowLayout::blocked(16), DType::kBF16, DType::kBF16),
-                      std::tuple(RowLayout::padded(0), DType::kBF16, DType::kBF16),
-                      std::tuple(RowLayout::padded(72), DType::kF8E4M3, DType::kF8E4M3)));
+INSTANTIATE_TEST_SUITE_P(Layouts, GpuHostsShapes, layouts_over_hosts());
 
 // Every replay sends the tokens and ids that the memory holds then.
 TEST_F(GpuHosts, GraphsAreReplayedWithOtherRouting) {
@@ -455,14 +441,7 @@ TEST_P(GpuHostsStops, EveryRankNamesTheOneThatStopped) {
     }
     tally.play(*board, pids, trial, how);
   }
-  tally.record(how == Stop::kKill ? "kill" : "stop");
-  ASSERT_FALSE(tally.delays.empty());
-  EXPECT_LE(tally.two_verdicts, 1 + tally.played / 20);
-  if (how == Stop::kKill) {
-    EXPECT_LT(tally.median_ms(), 200);
-  } else {
-    EXPECT_LT(tally.longest_ms(), 3.0 * static_cast<double>(kDeadlineOfStops.count()));
-  }
+  tally.judge(how, kDeadlineOfStops);
 }
 
 INSTANTIATE_TEST_SUITE_P(Namespaces, GpuHostsStops, ::testing::Values(Stop::kKill, Stop::kStop),

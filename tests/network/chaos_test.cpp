@@ -10,6 +10,7 @@
 #include <array>
 #include <atomic>
 #include <exception>
+#include <functional>
 #include <numeric>
 #include <string>
 #include <string_view>
@@ -194,6 +195,48 @@ TEST(HostsChaos, ExchangesBringEveryRowAndSum) {
   }
 }
 
+struct PlayedUntilFailure {
+  std::vector<WaitFailure> failures;       // of ranks
+  std::vector<std::exception_ptr> thrown;  // beside these
+};
+
+// Ranks that play passes until each finds that it can't go on: because a link is cut, or because
+// rank `late` waits for the others' deadlines to pass.
+PlayedUntilFailure play_until_failure(const test::ChaosHosts& hosts, int ranks, std::uint64_t seed,
+                                      int late = -1) {
+  const LayerSpec spec = spec_of(32, 16, 12, 3);
+  const MoeWeights weights = generate_weights(spec, DType::kF32, seed, {.num_threads = 1});
+  const Batch batch = random_batch(spec, 40 * ranks, DType::kF32, seed);
+  const Shares shares = Shares::even(batch.x.rows(), ranks);
+  BatchResult result = empty_result(spec, batch, ranks, DType::kF32);
+  PlayedUntilFailure played;
+  std::atomic<int> done{0};
+  played.failures.resize(static_cast<std::size_t>(ranks));
+  played.thrown = test::run_over_chaos(hosts, [&](const World& world) {
+    LayerOptions options;
+    options.max_tokens = 40;
+    options.cpu.num_threads = 1;
+    options.deadline = late < 0 ? test::kGenerous : std::chrono::milliseconds(1'500);
+    if (world.rank() == late) {
+      options.diagnostics.on_step = [&](const ProtocolStep& step) {
+        if (step.kind != ProtocolStep::Kind::kGemm2) return;
+        test::eventually([&] { return done.load() == ranks - 1; });
+      };
+    }
+    MoeLayer layer(world, spec, weights_of_rank(weights, world.rank(), ranks), options);
+    try {
+      for (;;) forward_share(layer, batch, shares, world.rank(), result);
+    } catch (const TimeoutError& error) {
+      played.failures[static_cast<std::size_t>(world.rank())] = error.failure();
+      if (late < 0) {
+        EXPECT_STREQ(error.failure().phase, "link") << error.what();
+      }
+    }
+    ++done;
+  });
+  return played;
+}
+
 // A link between two ranks breaks at some put. Everybody ends with an error that names one of the
 // two, long before the deadline.
 TEST(HostsChaos, ACutLinkEndsAllRanks) {
@@ -208,33 +251,15 @@ TEST(HostsChaos, ACutLinkEndsAllRanks) {
     trial.hosts.ranks_of_hosts.assign(static_cast<std::size_t>(trial.ranks), 1);
     trial.hosts.chaos.cut_after = trial.numbers.between(0, 60);
     trial.hosts.chaos.cut_rank = trial.numbers.between(0, trial.ranks - 1);
-    const LayerSpec spec = spec_of(32, 16, 12, 3);
-    const MoeWeights weights = generate_weights(spec, DType::kF32, seed, {.num_threads = 1});
-    const Batch batch{Matrix::random(40 * trial.ranks, spec.hidden, DType::kF32, seed), {}, {}, {}};
-    const Shares shares = Shares::even(batch.x.rows(), trial.ranks);
-    BatchResult result = empty_result(spec, batch, trial.ranks, DType::kF32);
     const auto start = test::Clock::now();
-    std::vector<std::array<int, 2>> blamed(static_cast<std::size_t>(trial.ranks), {-1, -1});
-    const auto thrown = test::run_over_chaos(trial.hosts, [&](const World& world) {
-      LayerOptions options;
-      options.max_tokens = 40;
-      options.cpu.num_threads = 1;
-      options.deadline = test::kGenerous;
-      MoeLayer layer(world, spec, weights_of_rank(weights, world.rank(), trial.ranks), options);
-      try {
-        for (;;) forward_share(layer, batch, shares, world.rank(), result);
-      } catch (const TimeoutError& error) {
-        blamed[static_cast<std::size_t>(world.rank())] = {error.failure().waiter_rank,
-                                                          error.failure().peer_rank};
-        EXPECT_STREQ(error.failure().phase, "link") << error.what();
-      }
-    });
+    const auto [failures, thrown] = play_until_failure(trial.hosts, trial.ranks, seed);
     tally.require_nothing_thrown(thrown);
     EXPECT_LT(test::since(start), test::kAtOnce);
-    for (const std::array<int, 2>& ends : blamed) {
-      const bool right = ends[1] != -1 && (ends[0] == trial.hosts.chaos.cut_rank ||
-                                           ends[1] == trial.hosts.chaos.cut_rank);
-      EXPECT_TRUE(right) << "rank " << ends[0] << " blames rank " << ends[1];
+    const int cut = trial.hosts.chaos.cut_rank;
+    for (const WaitFailure& failure : failures) {
+      const bool right =
+          failure.peer_rank != -1 && (failure.waiter_rank == cut || failure.peer_rank == cut);
+      EXPECT_TRUE(right) << "rank " << failure.waiter_rank << " blames rank " << failure.peer_rank;
       tally.wrong_names += right ? 0 : 1;
     }
   }
@@ -243,7 +268,6 @@ TEST(HostsChaos, ACutLinkEndsAllRanks) {
 // Both ends of a cut link name each other, and a neighbour of one end hears of both. The ranks of a
 // host report the same failure all the same.
 TEST(HostsChaos, RanksOfAHostReportOneFailure) {
-  constexpr int kRanks = 3;
   for (std::uint64_t seed = first_seed(); seed < first_seed() + num_seeds(); ++seed) {
     SCOPED_TRACE(::testing::Message() << "seed " << seed);
     test::Numbers numbers(seed);
@@ -252,25 +276,8 @@ TEST(HostsChaos, RanksOfAHostReportOneFailure) {
     hosts.chaos.seed = seed;
     hosts.chaos.cut_after = numbers.between(0, 60);
     hosts.chaos.cut_rank = 2;
-    const LayerSpec spec = spec_of(32, 16, 12, 3);
-    const MoeWeights weights = generate_weights(spec, DType::kF32, 1, {.num_threads = 1});
-    const Batch batch = random_batch(spec, 40 * kRanks, DType::kF32, seed);
-    const Shares shares = Shares::even(batch.x.rows(), kRanks);
-    BatchResult result = empty_result(spec, batch, kRanks, DType::kF32);
-    std::array<WaitFailure, kRanks> failures;
-    const auto thrown = test::run_over_chaos(hosts, [&](const World& world) {
-      LayerOptions options;
-      options.max_tokens = 40;
-      options.cpu.num_threads = 1;
-      MoeLayer layer(world, spec, weights_of_rank(weights, world.rank(), kRanks), options);
-      try {
-        for (;;) forward_share(layer, batch, shares, world.rank(), result);
-      } catch (const TimeoutError& error) {
-        failures[static_cast<std::size_t>(world.rank())] = error.failure();
-      }
-    });
+    const auto [failures, thrown] = play_until_failure(hosts, 3, seed);
     for (const std::exception_ptr& failure : thrown) EXPECT_EQ(failure, nullptr);
-    EXPECT_STREQ(failures[0].phase, "link");
     EXPECT_EQ(failures[0].waiter_rank, failures[1].waiter_rank);
     EXPECT_EQ(failures[0].peer_rank, failures[1].peer_rank);
     EXPECT_EQ(failures[0].epoch, failures[1].epoch);
@@ -300,26 +307,8 @@ TEST(HostsChaos, AllHostsReportOneFailure) {
     trial.hosts.chaos.cut_rank = cut;
     trial.hosts.chaos.cut_after = trial.numbers.between(0, 60);
     SCOPED_TRACE(trial.name() + ", cut off: rank " + std::to_string(cut));
-    const LayerSpec spec = spec_of(32, 16, 12, 3);
-    const MoeWeights weights = generate_weights(spec, DType::kF32, 1, {.num_threads = 1});
-    const Batch batch = random_batch(spec, 40 * trial.ranks, DType::kF32, seed);
-    const Shares shares = Shares::even(batch.x.rows(), trial.ranks);
-    BatchResult result = empty_result(spec, batch, trial.ranks, DType::kF32);
-    std::vector<WaitFailure> failures(static_cast<std::size_t>(trial.ranks));
-    const auto thrown = test::run_over_chaos(trial.hosts, [&](const World& world) {
-      LayerOptions options;
-      options.max_tokens = 40;
-      options.cpu.num_threads = 1;
-      options.deadline = test::kGenerous;
-      MoeLayer layer(world, spec, weights_of_rank(weights, world.rank(), trial.ranks), options);
-      try {
-        for (;;) forward_share(layer, batch, shares, world.rank(), result);
-      } catch (const TimeoutError& error) {
-        failures[static_cast<std::size_t>(world.rank())] = error.failure();
-      }
-    });
+    const auto [failures, thrown] = play_until_failure(trial.hosts, trial.ranks, seed);
     tally.require_nothing_thrown(thrown);
-    EXPECT_STREQ(failures[0].phase, "link");
     EXPECT_TRUE(failures[0].waiter_rank == cut || failures[0].peer_rank == cut);
     for (const WaitFailure& other : failures) {
       const bool same = same_failure(other, failures[0]);
@@ -342,32 +331,7 @@ TEST(HostsChaos, AllHostsReportOneLateRank) {
     Trial trial(seed);
     const int late = trial.numbers.between(0, trial.ranks - 1);
     SCOPED_TRACE(trial.name() + ", late: rank " + std::to_string(late));
-    const LayerSpec spec = spec_of(32, 16, 12, 3);
-    const MoeWeights weights = generate_weights(spec, DType::kF32, 1, {.num_threads = 1});
-    const Batch batch = random_batch(spec, 40 * trial.ranks, DType::kF32, seed);
-    const Shares shares = Shares::even(batch.x.rows(), trial.ranks);
-    BatchResult result = empty_result(spec, batch, trial.ranks, DType::kF32);
-    std::vector<WaitFailure> failures(static_cast<std::size_t>(trial.ranks));
-    std::atomic<int> done{0};
-    const auto thrown = test::run_over_chaos(trial.hosts, [&](const World& world) {
-      LayerOptions options;
-      options.max_tokens = 40;
-      options.cpu.num_threads = 1;
-      options.deadline = std::chrono::milliseconds(1'500);
-      if (world.rank() == late) {
-        options.diagnostics.on_step = [&](const ProtocolStep& step) {
-          if (step.kind != ProtocolStep::Kind::kGemm2) return;
-          test::eventually([&] { return done.load() == trial.ranks - 1; });
-        };
-      }
-      MoeLayer layer(world, spec, weights_of_rank(weights, world.rank(), trial.ranks), options);
-      try {
-        for (;;) forward_share(layer, batch, shares, world.rank(), result);
-      } catch (const TimeoutError& error) {
-        failures[static_cast<std::size_t>(world.rank())] = error.failure();
-      }
-      ++done;
-    });
+    const auto [failures, thrown] = play_until_failure(trial.hosts, trial.ranks, seed, late);
     for (const std::exception_ptr& failure : thrown) EXPECT_EQ(failure, nullptr);
     for (const WaitFailure& failure : failures) {
       const bool right = failure.peer_rank == late && same_failure(failure, failures[0]);
@@ -378,42 +342,56 @@ TEST(HostsChaos, AllHostsReportOneLateRank) {
   }
 }
 
+// A pass of three ranks, each on a host of its own. All tokens of a rank go to one expert, and rank
+// 2 is late.
+struct ThreeHosts {
+  static constexpr std::int64_t kEach = 8;
+  test::ChaosHosts hosts;
+  LayerSpec spec = spec_of(32, 16, 3, 1);
+  MoeWeights weights = generate_weights(spec, DType::kF32, 1, {.num_threads = 1});
+  Batch batch{Matrix::random(3 * kEach, spec.hidden, DType::kF32, 1), {}, {}, {}};
+  Shares shares = Shares::even(3 * kEach, 3);
+  BatchResult result = empty_result(spec, batch, 3, DType::kF32);
+
+  // `experts`: of the tokens of ranks 0, 1 and 2.
+  explicit ThreeHosts(const std::array<std::int32_t, 3>& experts) {
+    hosts.ranks_of_hosts = {1, 1, 1};
+    for (const std::int32_t expert : experts) {
+      batch.topk_ids.insert(batch.topk_ids.end(), kEach, expert);
+      batch.topk_weights.insert(batch.topk_weights.end(), kEach, 1.0f);
+    }
+  }
+  // The layer of a rank. Rank 2 waits until `others_are_done` before it ends its second product.
+  MoeLayer layer(const World& world, const std::function<bool()>& others_are_done) const {
+    LayerOptions options;
+    options.max_tokens = kEach;
+    options.cpu.num_threads = 1;
+    options.deadline = std::chrono::milliseconds(1'500);
+    if (world.rank() == 2) {
+      options.deadline = test::kGenerous;
+      options.diagnostics.on_step = [others_are_done](const ProtocolStep& step) {
+        if (step.kind == ProtocolStep::Kind::kGemm2) test::eventually(others_are_done);
+      };
+    }
+    return MoeLayer(world, spec, weights_of_rank(weights, world.rank(), 3), options);
+  }
+  void forward(MoeLayer& layer, int rank) { forward_share(layer, batch, shares, rank, result); }
+};
+
 // A rank that has let go of its layer has no part in what ended it. The first host's has, so the
 // others decide, and do not wait for it.
 TEST(HostsChaos, WhoHasLetGoOfTheLayerDecidesNothing) {
-  test::ChaosHosts hosts;
-  hosts.ranks_of_hosts = {1, 1, 1};
-  const LayerSpec spec = spec_of(32, 16, 3, 1);
-  const MoeWeights weights = generate_weights(spec, DType::kF32, 1, {.num_threads = 1});
-  constexpr std::int64_t kEach = 8;
-  Batch batch{Matrix::random(3 * kEach, spec.hidden, DType::kF32, 1), {}, {}, {}};
-  for (const std::int32_t expert : {0, 2, 1}) {  // of ranks 0, 1 and 2
-    batch.topk_ids.insert(batch.topk_ids.end(), kEach, expert);
-    batch.topk_weights.insert(batch.topk_weights.end(), kEach, 1.0f);
-  }
-  const Shares shares = Shares::even(3 * kEach, 3);
-  BatchResult result = empty_result(spec, batch, 3, DType::kF32);
+  ThreeHosts three({0, 2, 1});
   std::atomic<int> done{0};
   std::array<WaitFailure, 3> failures;
   const auto start = test::Clock::now();
-  const auto thrown = test::run_over_chaos(hosts, [&](const World& world) {
+  const auto thrown = test::run_over_chaos(three.hosts, [&](const World& world) {
     const int rank = world.rank();
     {
-      LayerOptions options;
-      options.max_tokens = kEach;
-      options.cpu.num_threads = 1;
-      options.deadline = std::chrono::milliseconds(1'500);
-      if (rank == 2) {
-        options.deadline = test::kGenerous;
-        options.diagnostics.on_step = [&](const ProtocolStep& step) {
-          if (step.kind != ProtocolStep::Kind::kGemm2) return;
-          test::eventually([&] { return done.load() == 2; });
-        };
-      }
-      MoeLayer layer(world, spec, weights_of_rank(weights, rank, 3), options);
+      MoeLayer layer = three.layer(world, [&] { return done.load() == 2; });
       try {
-        forward_share(layer, batch, shares, rank, result);
-        if (rank == 2) forward_share(layer, batch, shares, rank, result);
+        three.forward(layer, rank);
+        if (rank == 2) three.forward(layer, rank);
         EXPECT_EQ(rank, 0);
       } catch (const TimeoutError& error) {
         failures[static_cast<std::size_t>(rank)] = error.failure();
@@ -431,35 +409,13 @@ TEST(HostsChaos, WhoHasLetGoOfTheLayerDecidesNothing) {
 
 // A rank that has done its part and left is silent, and no culprit: the one that stalls is.
 TEST(HostsChaos, WhoHasLeftIsNotBlamed) {
-  test::ChaosHosts hosts;
-  hosts.ranks_of_hosts = {1, 1, 1};
-  const LayerSpec spec = spec_of(32, 16, 3, 1);
-  const MoeWeights weights = generate_weights(spec, DType::kF32, 1, {.num_threads = 1});
-  constexpr std::int64_t kEach = 8;
-  Batch batch{Matrix::random(3 * kEach, spec.hidden, DType::kF32, 1), {}, {}, {}};
-  for (const std::int32_t expert : {0, 2, 2}) {  // of ranks 0, 1 and 2
-    batch.topk_ids.insert(batch.topk_ids.end(), kEach, expert);
-    batch.topk_weights.insert(batch.topk_weights.end(), kEach, 1.0f);
-  }
-  const Shares shares = Shares::even(3 * kEach, 3);
-  BatchResult result = empty_result(spec, batch, 3, DType::kF32);
+  ThreeHosts three({0, 2, 2});
   std::atomic<bool> others_are_done{false};
   int blamed = -1;
-  const auto thrown = test::run_over_chaos(hosts, [&](const World& world) {
-    LayerOptions options;
-    options.max_tokens = kEach;
-    options.cpu.num_threads = 1;
-    options.deadline = std::chrono::milliseconds(1'500);
-    if (world.rank() == 2) {
-      options.deadline = test::kGenerous;
-      options.diagnostics.on_step = [&](const ProtocolStep& step) {
-        if (step.kind != ProtocolStep::Kind::kGemm2) return;
-        test::eventually([&] { return others_are_done.load(); });
-      };
-    }
-    MoeLayer layer(world, spec, weights_of_rank(weights, world.rank(), 3), options);
+  const auto thrown = test::run_over_chaos(three.hosts, [&](const World& world) {
+    MoeLayer layer = three.layer(world, [&] { return others_are_done.load(); });
     try {
-      forward_share(layer, batch, shares, world.rank(), result);
+      three.forward(layer, world.rank());
       // The late rank has all that it needs, and may end its pass before it hears of the others'.
       EXPECT_NE(world.rank(), 1);
     } catch (const TimeoutError& error) {

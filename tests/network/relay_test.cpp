@@ -152,15 +152,7 @@ TEST_P(Wires, ExchangesBringEveryRowAndSum) {
     for (int pass = 0; pass < static_cast<int>(passes()); ++pass) {
       before_pass(pass);
       const ExchangeBatch batch(spec, size(), DType::kBF16, static_cast<std::uint64_t>(pass));
-      ExchangeArrays got{exchange.spec(), exchange.own_places(), exchange.rows_needed()};
-      exchange.dispatch_send(input_of(batch, world.rank()), handle);
-      exchange.dispatch_recv(got.output(), handle);
-      EXPECT_EQ(wrong_rows(batch, world.rank(), exchange.spec().layout, got), 0);
-      const Matrix results = results_of(batch, got);
-      exchange.combine_send({results.view()}, handle);
-      Matrix out(batch.count(world.rank()), spec.hidden, DType::kF32);
-      exchange.combine_recv(output_of(out), handle);
-      EXPECT_EQ(wrong_sums(batch, world.rank(), out), 0);
+      check_round(exchange, handle, batch, world.rank());
     }
   });
 }

@@ -19,14 +19,7 @@ namespace switchyard::testing {
 namespace {
 
 ExchangeSpec spec_with(RowLayout layout, DType dispatch = DType::kBF16) {
-  ExchangeSpec spec;
-  spec.hidden = 48;
-  spec.num_experts = 11;
-  spec.top_k = 3;
-  spec.max_tokens = 24;
-  spec.dispatch = dispatch;
-  spec.layout = layout;
-  return spec;
+  return spec_over_hosts(48, layout, dispatch);
 }
 
 struct Staged {
@@ -103,14 +96,7 @@ TEST_P(StagedExchange, BringsEveryRowAndSum) {
   EXPECT_THAT(wrong, ::testing::Each(0));
 }
 
-INSTANTIATE_TEST_SUITE_P(
-    Layouts, StagedExchange,
-    ::testing::Values(std::tuple(RowLayout::packed(), DType::kBF16, DType::kBF16),
-                      std::tuple(RowLayout::packed(), DType::kF32, DType::kF32),
-                      std::tuple(RowLayout::packed(), DType::kF8E4M3, DType::kF32),
-                      std::tuple(RowLayout::blocked(16), DType::kBF16, DType::kBF16),
-                      std::tuple(RowLayout::padded(0), DType::kBF16, DType::kBF16),
-                      std::tuple(RowLayout::padded(72), DType::kF8E4M3, DType::kF8E4M3)));
+INSTANTIATE_TEST_SUITE_P(Layouts, StagedExchange, layouts_over_hosts());
 
 // A graph is made once and launched three times, with other tokens and ids in the same memory.
 TEST(Staging, ReplaysAreCallsOfTheirOwn) {

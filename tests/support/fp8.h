@@ -29,12 +29,7 @@ inline constexpr ScaleForm kScaleForms[] = {
 };
 
 // Two groups of 128 columns and a shorter one, everywhere.
-inline LayerSpec grouped(LayerSpec spec) {
-  spec.hidden = 320;
-  spec.intermediate = 272;
-  if (spec.shared_intermediate > 0) spec.shared_intermediate = 200;
-  return spec;
-}
+LayerSpec grouped(LayerSpec spec);
 
 inline LayerSpec plain_spec() { return grouped({.num_experts = 8, .top_k = 2}); }
 
@@ -42,14 +37,7 @@ inline MoeWeights fp8_weights(const LayerSpec& spec, std::uint64_t seed = 11) {
   return make_weights(spec, kFp8, seed, 1);
 }
 
-inline Batch routed_batch(const LayerSpec& spec, std::int64_t tokens, DType dtype) {
-  Batch batch = random_batch(spec, tokens, dtype, 6);
-  SyntheticRouting routing =
-      synthetic_routing(static_cast<int>(tokens), spec.num_experts, spec.top_k, 0.9, 4);
-  batch.topk_ids = std::move(routing.ids);
-  batch.topk_weights = std::move(routing.weights);
-  return batch;
-}
+Batch routed_batch(const LayerSpec& spec, std::int64_t tokens, DType dtype);
 
 // Numbers that are not finite, in one token each, make all of these tokens NaN and no other.
 // run(spec, weights, batch) -> the layer's result.
@@ -82,31 +70,10 @@ void expect_poison_stays(int tokens, std::int64_t last, Run&& run) {
 // As good as a straightforward FP8 program, and rounding where it does: almost always, for sums
 // that are exact to fp32, and somewhat less often where the matrix unit keeps fewer bits. Returns
 // the distance to that program, in yardsticks.
-inline double expect_accurate_fp8(const LayerSpec& spec, const MoeWeights& weights,
-                                  const Batch& batch, const BatchResult& result,
-                                  double closeness = 0.5) {
-  double yardstick = 0;
-  const double error = output_error(spec, weights, batch, result, &yardstick, true);
-  EXPECT_LE(error, 2 * yardstick);
-  EXPECT_GT(yardstick, 1e-4);  // or the comparison means nothing
-  EXPECT_LT(yardstick, 0.1);
-  const double distance = distance_to_fp8_program(spec, weights, batch, result);
-  EXPECT_LE(distance, closeness * yardstick);
-  ::testing::Test::RecordProperty(
-      "error_and_yardstick",
-      std::to_string(error) + ", " + std::to_string(yardstick) + ", " + std::to_string(distance));
-  return distance / yardstick;
-}
+double expect_accurate_fp8(const LayerSpec& spec, const MoeWeights& weights, const Batch& batch,
+                           const BatchResult& result, double closeness = 0.5);
 
-inline void for_each_matrix(MoeWeights& weights, const std::function<void(MatrixView&)>& visit) {
-  const auto all_of = [&](FfnWeights& ffn) {
-    for (MatrixView* matrix : {&ffn.gate, &ffn.up, &ffn.down}) {
-      if (!matrix->empty()) visit(*matrix);
-    }
-  };
-  for (FfnWeights& expert : weights.experts) all_of(expert);
-  all_of(weights.shared);
-}
+void for_each_matrix(MoeWeights& weights, const std::function<void(MatrixView&)>& visit);
 
 inline void for_each_four_bit_matrix(MoeWeights& weights,
                                      const std::function<void(MatrixView&)>& visit) {

@@ -2,14 +2,17 @@
 // the test.
 #pragma once
 
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <sched.h>
 #include <unistd.h>
 
 #include <atomic>
 #include <cstdlib>
+#include <functional>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "base/posix.h"
 #include "fabric/namespaces.h"
@@ -58,6 +61,18 @@ class HostsTest : public ::testing::Test {
     ::setenv("FI_PROVIDER", "tcp", 1);
     ::setenv("SWITCHYARD_SECRET", kSecret, 1);
     ::unsetenv("SWITCHYARD_SECRET_FILE");
+  }
+
+  // Runs `body` as each of `num_ranks` ranks, dealt evenly to `num_hosts` hosts. Without
+  // namespaces, skips the test.
+  void on_hosts(int num_hosts, int num_ranks, const std::function<void(int rank)>& body) {
+    ASSERT_NO_FATAL_FAILURE(make_hosts(num_hosts));
+    if (IsSkipped()) return;
+    const std::vector<int> codes = test::run_processes(num_ranks, [&](int rank) {
+      enter(*hosts_, rank * num_hosts / num_ranks);
+      body(rank);
+    });
+    EXPECT_THAT(codes, ::testing::Each(0));
   }
 
   // Ranks meet on the cables between the hosts, or where a test says.

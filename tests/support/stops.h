@@ -144,6 +144,18 @@ struct StopTally {
         what, delays.size(), median_ms(), longest_ms(), static_cast<std::size_t>(two_verdicts),
         static_cast<std::size_t>(played));
   }
+  // Records the trials of a test, and judges how long it took until a rank that lives knew.
+  void judge(Stop how, std::chrono::milliseconds deadline) {
+    record(how == Stop::kKill ? "kill" : "stop");
+    ASSERT_FALSE(delays.empty());
+    // A verdict that takes too long is not waited for. That is rare, also on a busy machine.
+    EXPECT_LE(two_verdicts, 1 + played / 20);
+    if (how == Stop::kKill) {
+      EXPECT_LT(median_ms(), 200);
+    } else {
+      EXPECT_LT(longest_ms(), 3.0 * static_cast<double>(deadline.count()));
+    }
+  }
   // Of record()ed delays.
   double median_ms() const {
     return delays.empty() ? 0 : static_cast<double>(delays[delays.size() / 2]) * 1e-6;

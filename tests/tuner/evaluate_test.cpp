@@ -9,12 +9,7 @@
 namespace switchyard::tuner {
 namespace {
 
-using test::kDevice;
-using test::kLarge;
-using test::KnownKernel;
-using test::kSmall;
-using test::measured;
-using test::plan_of;
+using namespace test;
 
 TEST(Evaluate, AKnownCostHasNoRegret) {
   const KnownKernel known;

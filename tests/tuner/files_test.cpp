@@ -11,11 +11,7 @@ namespace switchyard::tuner {
 namespace {
 
 using switchyard::test::TemporaryDirectory;
-using test::kDevice;
-using test::kLarge;
-using test::KnownKernel;
-using test::kSmall;
-using test::measured;
+using namespace test;
 using ::testing::AllOf;
 using ::testing::HasSubstr;
 

@@ -10,13 +10,7 @@
 namespace switchyard::tuner {
 namespace {
 
-using test::kDevice;
-using test::kLarge;
-using test::KnownKernel;
-using test::kSmall;
-using test::kTiny;
-using test::measured;
-using test::plan_of;
+using namespace test;
 using ::testing::HasSubstr;
 
 FitOptions options_of(Form form, bool relative = false) { return {form, relative, false}; }

@@ -12,11 +12,7 @@ namespace switchyard::tuner {
 namespace {
 
 using switchyard::test::TemporaryDirectory;
-using test::kDevice;
-using test::kLarge;
-using test::KnownKernel;
-using test::kSmall;
-using test::plan_of;
+using namespace test;
 using ::testing::Each;
 using ::testing::Gt;
 using ::testing::HasSubstr;

@@ -16,10 +16,7 @@ namespace switchyard::tuner {
 namespace {
 
 using switchyard::test::TemporaryDirectory;
-using test::kDevice;
-using test::KnownKernel;
-using test::kSmall;
-using test::kTiny;
+using namespace test;
 using ::testing::ElementsAre;
 using ::testing::SizeIs;
 
