@@ -1,4 +1,4 @@
-# What the build needs is looked for before anything else. All that is missing is named at once, with the command that
+# Looks for the build's needs before anything else. All that is missing is named at once, with the command that
 # installs it.
 set(SWITCHYARD_BUILD_TESTS AUTO CACHE STRING "The tests: ON, OFF, or AUTO: where GoogleTest is installed")
 set(SWITCHYARD_BUILD_BENCH AUTO CACHE STRING

@@ -44,7 +44,7 @@ Heard listen_to(Bytes stream, std::size_t piece, const Intake& intake) {
   const auto receive_all = [&] {
     while (std::optional<Frame> frame = channel.receive()) heard.frames.push_back(*frame);
   };
-  // What nobody reads any more would fill the socket.
+  // Bytes that nobody reads any more would fill the socket.
   while (!stream.empty() && !channel.finished()) {
     const Bytes now = stream.first(std::min(piece, stream.size()));
     require(::send(peer.get(), now.data(), now.size(), MSG_NOSIGNAL) ==
@@ -67,7 +67,7 @@ void check_same(const Heard& a, const Heard& b) {
   }
 }
 
-// Whoever is admitted claims a place of this world that is free.
+// A peer that is admitted claims a place of this world that is free.
 void check_hello(const Frame& frame) {
   for (const bool second_taken : {false, true}) {
     const std::vector<bool> taken = {true, second_taken, false, false};

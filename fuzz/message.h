@@ -1,4 +1,4 @@
-// What must be so of the message of every error, whatever bytes were read.
+// A check of the message of every error, whatever bytes were read.
 #pragma once
 
 #include <cstdlib>

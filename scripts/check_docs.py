@@ -22,8 +22,9 @@ LAB = ROOT / "docs" / "lab"
 README_LINES, DECISION_LINES = 200, 60
 # Lower this when comments are rewritten; never raise it. Every room with product or measuring code counts, so
 # that moving a file does not change the number.
-HEADLESS = 0
-HEADLESS_ROOMS = ["src", "include", "lab", "python", "bench", "examples"]
+HEADLESS = 2
+HEADLESS_ROOMS = ["src", "include", "lab", "python", "bench", "examples", "fuzz",
+                  *sorted(f"tests/{room.name}" for room in (ROOT / "tests").iterdir() if room.name != "python")]
 HEADLESS_COMMENT = re.compile(r"(//|#)\s+(Of|Those|Who|Whoever|What|That) [a-z]+ ")
 CODE = ["src", "include", "lab", "tests", "bench", "examples", "fuzz", "scripts", "cmake", "run", "test", "CMakeLists.txt"]
 CODE_SUFFIXES = {".h", ".c", ".cpp", ".cu", ".cuh", ".py", ".sh", ".cmake", ".txt", ""}

@@ -60,7 +60,7 @@ STRANGERS = {
 # Within src/gpu, the kernels from the instruction up, then the host. What lies in src/gpu itself are
 # its doors for other rooms.
 GPU_ROOMS = ["ptx", "pipeline", "tile", "grouped", "operators", "route", "schedule", "exchange", "tokens", "dispatch", "layer", "host"]
-# What kernels know outside src/gpu: what both engines share.
+# Rooms outside src/gpu that kernels know: what both engines share.
 KERNELS_KNOW = {"base", "protocol", "routing", "switchyard"}
 # Each of their includes costs seconds of compile time: docs/dependencies.md.
 SLOW_LIBRARIES = {"nlohmann": "src/base/json.cpp", "CLI": "lab/cli/arguments.cpp", "Eigen": "src/tuner/fit.cpp"}

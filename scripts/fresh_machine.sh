@@ -74,7 +74,7 @@ run_in() {
   unshare --mount --pid --ipc --fork sh -c '
     set -e
     root=$0
-    # Of its own, or what makes network namespaces there could not change how it is shared.
+    # A mount of its own, or what makes network namespaces there could not change how it is shared.
     mount --bind "$root" "$root"
     mount -t proc proc "$root/proc"
     mount -t sysfs sysfs "$root/sys"

@@ -173,7 +173,7 @@ TEST(AllToAllWork, EveryRowIsOneWorkers) {
 void play(const Case& problem, int ranks, const std::vector<Features>& all, StandIn stand_in,
           int calls, int blocks) {
   std::vector<World> worlds = World::threads(ranks, with_deadline(kGenerous));
-  // Of each rank: rungs differ in what they do, not in what comes out.
+  // Each rank's: rungs differ in what they do, not in what comes out.
   std::vector<std::vector<std::uint16_t>> first(static_cast<std::size_t>(ranks));
   run_threads(worlds, [&](World& world) {
     RankOptions options;

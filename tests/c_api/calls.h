@@ -1,4 +1,4 @@
-// What tests pass to the C interface, and what it says.
+// Arguments of tests for the C interface, and what it says.
 #pragma once
 
 #include <gtest/gtest.h>

@@ -1,4 +1,4 @@
-// What becomes of exceptions that reach the C interface.
+// Exceptions that reach the C interface, and what becomes of them.
 #include "c_api/guard.h"
 
 #include <gtest/gtest.h>

@@ -540,7 +540,7 @@ TEST_F(Bench, SuitesOverRanksNeedTwoGpus) {
                   gpu::device_count() == 1 ? "--ranks" : "--backend cpu --model "});
 }
 
-// Whoever has no GPU must be able to try what a suite does, or be told how before anything is
+// A user without a GPU must be able to try what a suite does, or be told how before anything is
 // timed.
 TEST_F(Bench, EverySuiteCanBeTriedWithoutAGpu) {
   if (gpu::device_count() > 0) GTEST_SKIP() << "there is a GPU";

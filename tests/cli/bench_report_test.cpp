@@ -1,4 +1,4 @@
-// What people see of rows, and where rows go.
+// The text that people see of rows, and where rows go.
 #include <gmock/gmock.h>
 
 #include "cli/bench/layer_text.h"

@@ -63,7 +63,7 @@ TEST(Errors, ArgumentsThatAreNotKnown) {
   for (const Case& c : kCases) expect_error(c.arguments, 2, "invalid_argument", c.parts);
 }
 
-// What is given and would change nothing is named, with its value.
+// An option that would change nothing is named, with its value.
 TEST(Errors, OptionsThatWouldChangeNothing) {
   const TemporaryDirectory directory;
   const std::string checkpoint = (directory / "m").string();

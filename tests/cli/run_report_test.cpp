@@ -1,4 +1,4 @@
-// What a run on GPUs tells: results of the CPU are dressed up as theirs.
+// The report of a run on GPUs: results of the CPU are dressed up as theirs.
 #include "cli/run_report.h"
 
 #include <gmock/gmock.h>

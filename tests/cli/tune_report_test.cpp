@@ -1,4 +1,4 @@
-// What is called the best, of times that are given.
+// The choice that is called the best, of given times.
 #include "cli/tune_report.h"
 
 #include <gmock/gmock.h>

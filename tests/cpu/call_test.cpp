@@ -99,7 +99,7 @@ TEST_P(Calls, BadIdsAreSkippedAndCountedWhereAsked) {
   EXPECT_EQ(bad_slots(result), routing.count);
   EXPECT_LE(output_error(spec_, weights_, routing.good, result), 1e-5);
   refuse(ErrorCode::kInvalidArgument, "is 16;", routing.bad);
-  // What means none is not bad.
+  // An id that means none is not bad.
   options.large_ids_are_none = true;
   EXPECT_EQ(bad_slots(run(routing.bad, options)), routing.count - 2);
 }

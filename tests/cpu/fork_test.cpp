@@ -1,4 +1,4 @@
-// What a child of fork() may do with what its parent made: calls are refused at once, letting go of
+// A child of fork() and the objects that its parent made: calls are refused at once, letting go of
 // it disturbs nobody, and what the child makes anew works.
 //
 // The parents here have threads, unlike those of run_processes(). They all sleep between two calls,

@@ -267,7 +267,7 @@ TEST(LateSoak, RandomLatenessAndSizes) {
   EXPECT_GT(early, passes / 2) << "no rank worked while others were late";
 }
 
-// What decides whether rows may be split, against products of the heights that it does not try.
+// The rule by which rows may be split, against products of the heights that it does not try.
 TEST(BitsIgnoreHeight, HoldsForEveryHeightInUse) {
   const LayerSpec spec = layer_of(false);
   for (const DType dtype : {DType::kF32, DType::kBF16}) {

@@ -32,7 +32,7 @@ constexpr int kTokens = 120;
 
 class Placements : public ::testing::TestWithParam<int> {
  protected:
-  // What rank `rank` is given: weights of its places only.
+  // The weights that rank `rank` is given: those of its places only.
   static MoeWeights of_rank(const MoeWeights& weights, const ExpertPlacement& placement, int rank,
                             int ranks) {
     const int places = placement.num_places(static_cast<int>(weights.experts.size()));

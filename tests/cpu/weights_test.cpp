@@ -39,7 +39,7 @@ struct Part {
   }
 };
 
-// What turns the weights that `to` views into those of `from`, of the same shapes.
+// Copies that turn the weights that `to` views into those of `from`, of the same shapes.
 std::vector<Part> parts_of(const MoeWeights& to, const MoeWeights& from) {
   std::vector<Part> parts;
   const auto add = [&](const std::string& name, const void* a, const void* b, std::size_t count) {

@@ -1,4 +1,4 @@
-// What a channel takes from its peer, and when it stops listening.
+// A channel: bytes that it takes from its peer, and when it stops listening.
 #include "fabric/channel.h"
 
 #include <fcntl.h>

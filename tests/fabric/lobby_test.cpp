@@ -1,4 +1,4 @@
-// Who may connect to the socket of a world that forms, and what it costs the world.
+// The socket of a world that forms: who may connect, and what it costs the world.
 #include "fabric/lobby.h"
 
 #include <fcntl.h>

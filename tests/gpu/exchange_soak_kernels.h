@@ -1,4 +1,4 @@
-// What the tests of exchanges run on the device: batches, whether they came right, and other work.
+// Kernels of the tests of exchanges: batches, whether they came right, and other work.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +12,7 @@ struct SoakShape {
   int ranks, experts, top_k, hidden, max_tokens;
 };
 
-// Of a rank in a call: often none, often the most, and otherwise few or any number.
+// The tokens of a rank in a call: often none, often the most, and otherwise few or any number.
 SWITCHYARD_HOST_DEVICE inline std::uint32_t soak_hash(std::uint32_t a, std::uint32_t b,
                                                       std::uint32_t c) {
   std::uint32_t h = a * 0x9e3779b1u ^ b * 0x85ebca6bu ^ c * 0xc2b2ae35u;

@@ -254,7 +254,7 @@ TEST_F(GpuGroupedTable, ChoosesAsTheTuner) {
   EXPECT_GT(seen.size(), 5u) << "the tables leave no choice";
 }
 
-// What a launch fixes is chosen by the number of rows.
+// The number of rows chooses what a launch fixes.
 TEST_F(GpuGroupedTable, PairsAreChosenByTheNumberOfRows) {
   for (const bool fp8 : {false, true}) {
     for (const bool many : {false, true}) {

@@ -66,7 +66,7 @@ Rows run_on_gpu(const Problem& problem, const GroupedSchedule& schedule = {}) {
   return problem.run(gemm, call_on_device);
 }
 
-// Of sizes that the copy engine takes, in bf16 or fp16.
+// Operands of sizes that the copy engine takes, in bf16 or fp16.
 constexpr DType kHalves[] = {DType::kBF16, DType::kF16};
 Case wide_case(DType type = DType::kBF16) {
   Case c;
@@ -653,7 +653,7 @@ TEST_F(GpuGroupedGemm, TilesOfHalfTheRowsWhereEveryTaskFindsABlock) {
   }
 }
 
-// What needs memory of its own is refused while it cannot be had.
+// A call that needs memory of its own is refused while it cannot be had.
 TEST_F(GpuGroupedGemm, ConvertedRowsAreCapturedAfterACallOfTheirSize) {
   Case c = wide_case();
   c.rows = {30, 0, 70, 9};

@@ -583,7 +583,7 @@ TEST_F(GpuGraph, IsOneKernelAndReplaysWithOtherRouting) {
   }
 }
 
-// Of the pass that the graph launched, not of the last call.
+// The pass that the graph launched counts, not the last call.
 TEST_F(GpuGraph, StatsAndErrorsAreOfThePassesItLaunches) {
   const LayerSpec spec = wide_spec(16, 4);
   const MoeWeights w = make_weights(spec, DType::kBF16, 3);

@@ -27,7 +27,7 @@ struct Many {
   DType weights() const { return fp8 ? kFp8 : DType::kBF16; }
   void expect(const LayerSpec& spec, const MoeWeights& w, const Batch& batch,
               const BatchResult& result) const {
-    // Of a few tokens, one code that rounds the other way makes much of the distance to the FP8
+    // With a few tokens, one code that rounds the other way makes much of the distance to the FP8
     // program.
     const bool few = batch.x.view().rows < 40;
     if (fp8) {

@@ -70,7 +70,7 @@ struct Permuted {
   bool operator==(const Permuted&) const = default;
 };
 
-// What the device must give: the host's, with as many tokens as the layout may need. A padded
+// The device must give the host's results, with as many tokens as the layout may need. A padded
 // expert without room drops its last slots.
 template <typename Id>
 Permuted permuted_on_host(const std::vector<Id>& ids, int top_k, int experts,
@@ -519,7 +519,7 @@ TEST_F(GpuTopk, EveryCombination) {
       } catch (const Error& error) {
         EXPECT_EQ(error.code(), ErrorCode::kInvalidArgument) << error.what();
       }
-      // What the caller compares is not of this test.
+      // The caller's comparisons are no part of this test.
       for (int t = 0; t < tokens.count(); ++t) {
         const auto first = tokens.logits.begin() + std::ptrdiff_t{t} * tokens.spec.num_experts;
         const auto nans = std::count_if(first, first + tokens.spec.num_experts,

@@ -246,7 +246,7 @@ TEST_F(RanksTest, DeepExperts) {
   }
 }
 
-// What the kernels counted is what the routing asks for: no padding, a token once per rank.
+// The kernels count what the routing asks for: no padding, a token once per rank.
 TEST_F(RanksTest, TrafficIsTheClosedForm) {
   constexpr int kRanks = 4;
   for (const bool fp8 : {false, true}) {

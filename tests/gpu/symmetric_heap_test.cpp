@@ -30,7 +30,7 @@ const bool kManyQueues = ::setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32", 0) == 0;
 
 constexpr milliseconds kDeadline{10'000};
 
-// What a kernel says, in memory of one rank's device.
+// The findings of a kernel, in memory of one rank's device.
 struct Report {
   std::uint32_t wrong;
   std::uint32_t reserved;

@@ -23,7 +23,7 @@ class DeviceWeights {
     take(views.shared_gate);
     views.owner.reset();
   }
-  // Those of `host`, of the same shapes, in the same memory.
+  // The weights of `host`, of the same shapes, in the same memory.
   void overwrite(const MoeWeights& host) {
     next_ = 0;
     writes_ = true;
@@ -106,7 +106,7 @@ TEST_P(GpuLayouts, GiveTheSameBits) {
       const BatchResult expected = DeviceLayer(spec, host, tokens).run(batch, DType::kBF16);
       DeviceLayer layer(spec, laid_out.at(memory.data()), tokens);
       EXPECT_TRUE(layer.run(batch, DType::kBF16).output == expected.output);
-      // What is used where it is changes with it.
+      // Memory that is used in place changes with it.
       gpu::DeviceBuffer other(memory.bytes());
       gpu::copy_memory(other.data(), memory.data(), memory.bytes());
       DeviceLayer changes(spec, laid_out.at(other.data()), tokens);

@@ -392,7 +392,7 @@ TEST(Config, BadInputNamesKeyValueAndRemedy) {
              {"'num_experts_per_tok' is 3", "top-2"});
 }
 
-// What the routers of transformers do with one key, in every family of softmax or sigmoid scores.
+// The routers of transformers do this with one key, in every family of softmax or sigmoid scores.
 enum class Norm : std::uint8_t { kNo, kYes };
 struct NormRule {
   const char* model_type;

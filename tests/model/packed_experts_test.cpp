@@ -42,7 +42,7 @@ constexpr PackedFamily kFamilies[] = {
     {"gpt_oss", "model.layers.0.mlp.", "router", true, ""},
 };
 
-// Of a matrix [rows, cols]: its transpose.
+// The transpose of a matrix [rows, cols].
 std::vector<float> transposed(const std::vector<float>& matrix, std::int64_t rows,
                               std::int64_t cols) {
   std::vector<float> result(matrix.size());
@@ -136,7 +136,7 @@ class PackedExperts : public ::testing::Test {
     return tensors;
   }
 
-  // What a scale is expected to be, of row r of both gate and up together (0 to 2I - 1 as they are
+  // The scale that is expected of row r of both gate and up together (0 to 2I - 1 as they are
   // packed), or of down.
   using Scale = std::function<float(std::int64_t e, std::int64_t r, std::int64_t c)>;
 

@@ -55,7 +55,7 @@ struct Trial {
   }
 };
 
-// What came of all trials of a test. `bench/hosts_chaos.py` keeps these numbers.
+// The results of all trials of a test. `bench/hosts_chaos.py` keeps these numbers.
 struct Tally {
   std::uint64_t trials = 0, hangs = 0, wrong_words = 0, wrong_names = 0;
 

@@ -81,7 +81,7 @@ Matrix rows_of_slots(LayerSpec spec, MoeWeights weights, const Batch& batch) {
   return run_batch(spec, weights, each, Shares::of({slots}), value, options).output;
 }
 
-// What the layer must return, by plain loops. `batch` has the routing.
+// The layer's expected output, by plain loops. `batch` has the routing.
 Matrix summed_per_host(const LayerSpec& spec, const MoeWeights& weights, const Batch& batch,
                        const Shares& shares, const std::vector<int>& host_of, DType output) {
   const Matrix rows = rows_of_slots(spec, weights, batch);
@@ -205,7 +205,7 @@ TEST(HostsChaosSums, LayersHaveTheBitsOfAPlainLoop) {
       }
     }));
     for (std::size_t pass = 0; pass < kPasses; ++pass) {
-      // What was dropped has no expert.
+      // A dropped slot has no expert.
       Batch routed = batches[pass];
       routed.topk_ids = results[pass].ids;
       routed.topk_weights = results[pass].weights;
@@ -219,7 +219,7 @@ TEST(HostsChaosSums, LayersHaveTheBitsOfAPlainLoop) {
 
 class HostsChaosSumsOver : public ::testing::TestWithParam<std::tuple<int, int>> {};
 
-// Of a model with a shared expert and of one without. How many ranks a host has makes no
+// A model with a shared expert, and one without. How many ranks a host has makes no
 // difference, and fewer bytes cross than without sums.
 TEST_P(HostsChaosSumsOver, AccurateAndTheSameBitsHoweverManyRanksAHostHas) {
   const auto [num_hosts, ranks_of_host] = GetParam();

@@ -1,4 +1,4 @@
-// Who may join a world over hosts: the secret, the proofs, and the two sides of the handshake.
+// The right to join a world over hosts: the secret, the proofs, and the two sides of the handshake.
 #include "network/secret.h"
 
 #include <gmock/gmock.h>

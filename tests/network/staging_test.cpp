@@ -151,7 +151,7 @@ TEST(Staging, ReplaysAreCallsOfTheirOwn) {
   EXPECT_THAT(wrong, ::testing::Each(0));
 }
 
-// What a device finds is told by a later call, once, and the exchange lives.
+// A later call tells, once, of a fault that a device finds, and the exchange lives.
 TEST(Staging, TellsWhatWasFoundOnceAndLives) {
   ExchangeSpec spec = spec_with(RowLayout::padded(2));
   const auto thrown = test::run_over_chaos({{1, 1}}, [&](const World& world) {

@@ -1,5 +1,5 @@
-// Who decides what ended a world over hosts: the proxy of one rank of three, each on a host of its
-// own. The test plays the other two.
+// The decision on what ended a world over hosts: the proxy of one rank of three, each on a host of
+// its own. The test plays the other two.
 #include <gtest/gtest.h>
 #include <sys/socket.h>
 
@@ -80,7 +80,7 @@ class VerdictTest : public ::testing::Test {
     if (kind == Kind::kAbort) message.word = static_cast<std::uint64_t>(from) + 1;
     peers_[static_cast<std::size_t>(from)].send(message);
   }
-  // What rank `at` hears next, apart from beats.
+  // The next message that rank `at` hears, apart from beats.
   ControlMessage heard(int at) {
     ControlMessage found;
     EXPECT_TRUE(test::eventually([&] {

@@ -257,7 +257,7 @@ TEST(Unpermute, Refusals) {
                "positions[1] is -2");
 }
 
-// What a GPU's calls refuse before they reach one.
+// Calls for a GPU that are refused before they reach one.
 TEST(OnDevice, Refusals) {
   std::vector<std::int32_t> numbers(40);
   std::vector<float> floats(40);

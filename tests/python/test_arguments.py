@@ -100,7 +100,7 @@ def _exchange(x, ids, weights, out, scales_out=None):
     try:
         return exchange.combine(got.rows, got.handle, out=out)
     except switchyard.Error:
-        # What was refused has ended nothing.
+        # A refused call has ended nothing.
         plain = numpy.zeros((T, H), dtype=numpy.float32)
         assert numpy.isfinite(numpy.asarray(exchange.combine(got.rows, got.handle, out=plain))).all()
         raise
@@ -584,7 +584,7 @@ def test_every_number_and_word_is_taken_as_it_is_or_refused(call, name, value):
         assert not re.search(r"_seconds|struct_size|kInvalid|std::|sy_", str(error)), error
         return
     close = getattr(found, "close", None)
-    # What is taken must not have become another number on the way.
+    # A number that is taken must not have become another one on the way.
     taken = getattr(found, name, None)
     if isinstance(taken, (int, float)) and not isinstance(taken, bool) and isinstance(value, (int, float)):
         assert taken == value or value <= 0 or name == "num_threads", (taken, value)

@@ -52,7 +52,7 @@ def pairs_of_weights():
     return [(gaussian(E, 2 * I, H, dtype=torch.bfloat16), gaussian(E, H, I, dtype=torch.bfloat16)) for _ in range(2)]
 
 
-# What blocks take as given.
+# Names that blocks take as given.
 GIVEN = {
     "switchyard": lambda: switchyard,
     "torch": lambda: torch,
@@ -125,7 +125,7 @@ def test_every_block_of_python_runs(document, tmp_path, monkeypatch):
         if info:
             assert NOT_RUN.fullmatch(info), f"{document}:{line}: '{info}' says neither that it is not run, nor why"
             continue
-        # What is left out there is passes.
+        # An ellipsis stands for the arguments of a pass.
         code = re.sub(r"^\.\.\.$", "experts(x, topk_ids, topk_weights)", code, flags=re.MULTILINE)
         # Lines of errors are those of the document.
         tree = ast.parse("\n" * line + code, str(ROOT / document))

@@ -15,7 +15,7 @@ from switchyard.__main__ import _command
 
 torch = pytest.importorskip("torch")
 
-# What torchrun tells its ranks. TORCHELASTIC_USE_AGENT_STORE is missing on purpose: with it rank 0 would wait
+# Variables that torchrun gives its ranks. TORCHELASTIC_USE_AGENT_STORE is missing on purpose: with it rank 0 would wait
 # for a store that torchrun itself serves.
 VARIABLES = (
     "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE ROLE_RANK ROLE_NAME ROLE_WORLD_SIZE "
@@ -88,7 +88,7 @@ def test_the_variables_are_those_of_torchrun(tmp_path):
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
     theirs = json.loads(python(*torchrun, tmp_path / "rank.py").stdout)
     places = {name for name in theirs if re.search("RANK|WORLD_SIZE|^ROLE|^GROUP|^MASTER|^TORCHELASTIC", name)}
-    # Of the agent that torchrun is. A variable that a newer torchrun adds has to be thought about.
+    # Variables of the agent that torchrun is. A variable that a newer torchrun adds has to be thought about.
     assert places - set(VARIABLES) == {
         "TORCHELASTIC_USE_AGENT_STORE",
         "TORCHELASTIC_ERROR_FILE",

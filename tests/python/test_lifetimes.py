@@ -213,7 +213,7 @@ def test_a_layer_keeps_the_memory_that_it_reads():
     places = {n: (t.data_ptr(), t.numel()) for n, t in given.items()}
     for parameter in given.values():
         parameter.data = torch.zeros(1)
-    # What is freed would be given out again.
+    # Freed memory would be given out again.
     others = [torch.empty(count) for _, count in places.values() for _ in range(4)]
     assert not {other.data_ptr() for other in others} & {address for address, _ in places.values()}
     layer.close()

@@ -11,7 +11,7 @@ import switchyard
 
 PACKAGE = pathlib.Path(switchyard.__file__).parent
 MODULES = sorted(path.stem for path in PACKAGE.glob("*.py") if path.stem != "__init__")
-# What some modules are built on, without which they cannot be imported.
+# Packages that some modules are built on, without which they cannot be imported.
 NEEDS = {
     **dict.fromkeys(("_vllm", "_vllm_four_bit", "_vllm_ranks"), "vllm"),
     **dict.fromkeys(("_sglang_ranks", "_sglang_runner"), "sglang"),

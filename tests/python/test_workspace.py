@@ -389,7 +389,7 @@ def test_an_allocators_exception_is_the_cause():
     failure = RuntimeError("no memory in the pool")
     callbacks = _workspace._Callbacks(Fake(failure))
     assert callbacks.allocate(8, None) is None  # null, as the library sees it
-    # What the library then fails with.
+    # The library's error then.
     assert switchyard._library.library.sy_workspace_release(None)
     with pytest.raises(switchyard.InvalidArgument) as caught:
         callbacks.raise_last()
@@ -455,7 +455,7 @@ def test_torchs_caching_allocator(monkeypatch):
     callbacks = _workspace._callbacks_of("torch", switchyard._abi.CUDA)
     assert callbacks.allocate(4096, None) == 1 << 33
     callbacks.release(1 << 33, None)
-    # What the stream still does with the block's last tensor is over before it is handed out.
+    # The stream's work with the block's last tensor is over before it is handed out.
     assert calls == ["init", (4096, 3, stream), "synchronize", 1 << 33]
     assert callbacks.allocate(1 << 41, None) is None
     assert isinstance(callbacks._failure, torch.OutOfMemoryError)

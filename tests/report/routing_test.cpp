@@ -14,7 +14,7 @@ namespace {
 using ::testing::HasSubstr;
 using ::testing::Not;
 
-// Of two experts: balanced, then one alone, then three to one (beta 0.8113).
+// Two experts: balanced, then one alone, then three to one (beta 0.8113).
 Recording recording_of(const std::string& name) {
   Recording recording;
   recording.layer = name;

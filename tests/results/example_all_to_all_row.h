@@ -7,7 +7,7 @@
 
 namespace switchyard::results {
 
-// Of two ranks, a GPU each. Experts have a time only on rungs below "fused".
+// Two ranks, a GPU each. Experts have a time only on rungs below "fused".
 inline AllToAllRow example_all_to_all_row(const std::string& rung, double median_us) {
   AllToAllRow row{.suite = "all_to_all",
                   .machine = "2 x NVIDIA H200, 132 SMs, CUDA 13.0",

@@ -228,7 +228,7 @@ TEST(ResultRows, AnEmptyListCanBeMergedInto) {
   EXPECT_EQ(rows_of(directory / "rows.json").size(), 1u);
 }
 
-// What is written is what is read: no field has a second owner.
+// Readers find what writers wrote: no field has a second owner.
 TEST(ResultRows, AreReadAsTheyWereWritten) {
   Row row = example_row(8, 10);
   row.date = "2026-11-20";

@@ -145,7 +145,7 @@ TEST(PlaceTiles, InRounds) {
       plan.go_on();
       plan.place(counts, all & ~first, own_first ? 0 : shared);
       expect_tiled(plan, tiles, placed, own_first ? 0 : shared);
-      // What the first round's tiles are is asked in the second, too.
+      // The second round asks for the first one's tiles, too.
       for (std::uint32_t t = 0; t < tiles; ++t) {
         EXPECT_EQ(plan.table().is_shared(t), shared_of_first.contains(t));
       }

@@ -113,7 +113,7 @@ class DeviceLayer {
     layer_ = std::make_unique<MoeLayer>(world(), spec, weights, options);
   }
 
-  // Of all these layers.
+  // The world of all these layers.
   static const World& world() {
     static const World world = World::single();
     return world;

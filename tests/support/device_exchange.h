@@ -161,7 +161,7 @@ struct Player : Rounds<Player> {
       stream->synchronize();
       world.barrier();
     } catch (const Error&) {
-      // Of a world that died there is nobody to wait for.
+      // A dead world has nobody to wait for.
     }
   }
   Exchange& exchange() { return *made; }

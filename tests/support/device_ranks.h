@@ -89,7 +89,7 @@ class DeviceRank {
     try {
       world_.barrier();
     } catch (const Error&) {
-      // Of a world that died there is nobody to wait for.
+      // A dead world has nobody to wait for.
     }
   }
   DeviceRank(const DeviceRank&) = delete;

@@ -52,11 +52,11 @@ struct ExchangeBatch {
   std::map<int, std::vector<RowOrigin>> rows_of_places() const;
   int num_places() const { return spec.placement.num_places(spec.num_experts); }
 
-  // What the experts make of a row: any number, of the type that travels back.
+  // The experts' result for a row: any number, of the type that travels back.
   float result(const RowOrigin& origin, int column) const;
 };
 
-// What a rank receives into and sends from.
+// The arrays that a rank receives into and sends from.
 struct ExchangeArrays {
   std::int64_t capacity;
   Matrix rows;

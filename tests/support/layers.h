@@ -39,7 +39,7 @@ class Matrix {
 
   static Matrix random(std::int64_t rows, std::int64_t cols, DType dtype, std::uint64_t seed);
 
-  // What an FP8 layer makes of bf16 activations.
+  // The activations that an FP8 layer makes of bf16 ones.
   static Matrix quantised(const Matrix& x);
 
   void set(std::int64_t i, float value) {
@@ -108,7 +108,7 @@ struct Shares {
   static Shares of(const std::vector<std::int64_t>& counts);
 };
 
-// What a batch produced, all ranks' shares side by side.
+// The results of a batch, all ranks' shares side by side.
 struct BatchResult {
   Matrix output;
   std::vector<std::int32_t> ids;
@@ -172,7 +172,7 @@ extern template void forward_share(MoeLayer&, const Batch&, const Shares&, int, 
 
 BatchResult empty_result(const LayerSpec& spec, const Batch& batch, int ranks, DType output_dtype);
 
-// What a rank need be given of the weights: its own experts'. (Without any, all of them, by which
+// The weights that a rank needs: its own experts'. (Without any, all of them, by which
 // it is told what to compute in.)
 MoeWeights weights_of_rank(MoeWeights weights, int rank, int num_ranks);
 
@@ -198,7 +198,7 @@ struct LaidOutWeights {
   MoeWeights views;
 };
 
-// What gtest calls the test of a model.
+// The name that gtest gives the test of a model.
 inline std::string name_of_model(const ::testing::TestParamInfo<ModelEntry>& model) {
   return identifier(model.param.name);
 }

@@ -105,7 +105,7 @@ inline void expect_same_rows(const Matrix& mine, const Matrix& expected, const S
   EXPECT_EQ(wrong, 0) << "rank " << rank;
 }
 
-// What a test shares with the ranks it forks.
+// Memory that a test shares with the ranks it forks.
 struct Board {
   std::atomic<std::uint64_t> epochs[8];
   std::atomic<int> blamed[8];

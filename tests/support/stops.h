@@ -68,7 +68,7 @@ inline void pass_until_failure(Board& board, int rank, const std::function<void(
   }
 }
 
-// What is drawn for a trial.
+// The random choices of a trial.
 struct StopTrial {
   StopTrial(std::uint64_t seed, int num_hosts) {
     test::Numbers numbers(seed);
@@ -85,7 +85,7 @@ struct StopTrial {
   std::string words;
 };
 
-// What came of all trials.
+// The results of all trials.
 struct StopTally {
   std::uint64_t played = 0, hangs = 0, wrong_names = 0, two_verdicts = 0;
   std::vector<std::int64_t> delays;  // ns

@@ -107,7 +107,8 @@ TEST(Evaluate, LeavesOutWhatIsNotTimed) {
   EXPECT_EQ(evaluate(profile, its).size(), 2u);
 }
 
-// What cannot run a point is no choice there, even where its predicted time is the least.
+// A configuration that cannot run a point is no choice there, even where its predicted time is the
+// least.
 TEST(Evaluate, ChoosesAmongWhatCanRun) {
   Profile profile = two_sided({0.1, 1}, false);
   const Fit its = fit(profile, {Form::kTasks, false, false});
