@@ -221,7 +221,7 @@ def lines_html(lines):
     """A table, its chart and where our numbers come from."""
     rows = []
     for i, line in enumerate(lines):
-        ratio = f"{line.ours / line.theirs:.3g}" if line.comparable and line.theirs else "–"
+        ratio = number(line.ratio)
         unit = f" {line.unit}" if line.unit else ""
         theirs = number(line.theirs) + (unit if line.theirs is not None else "")
         rows.append(f"<tr><td>{i + 1}</td><td>{html.escape(line.point)}</td><td>{theirs}</td><td>{number(line.ours)}{unit}</td><td>{ratio}</td></tr>")
@@ -285,8 +285,8 @@ def page_of(args, measured, problems):
         summary.append(f"<tr><td>{TITLES[text]}</td><td>{shown}</td><td>{all_items}</td></tr>")
     how = f"Rows of {args.source.name}/; nothing was run." if args.source else \
         f"Measured with {args.gpus} GPUs, at the texts' sizes." if args.gpus else "Measured without a GPU, at small sizes."
-    intro = (f"<p>{how} Theirs is copied from the texts. A ratio is ours over theirs. There is none where the two are of different types "
-             "or kinds of machine. A ratio of times below 1 means that ours is faster.</p>"
+    intro = (f"<p>{how} Theirs is copied from the texts. A ratio is ours over theirs. There is none where one of the two "
+             "is of fp32, or of a processor. A ratio of times below 1 means that ours is faster.</p>"
              '<table><thead><tr><th>text</th><th>items shown</th><th>of</th></tr></thead><tbody>' + "".join(summary) + "</tbody></table>")
     title = "Theirs and ours"
     if args.markdown:

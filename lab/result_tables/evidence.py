@@ -21,7 +21,13 @@ class Line:
     ours: float
     unit: str
     row: dict  # the machine, the commit and the command of ours
-    comparable: bool = True  # else there is no ratio: another type, or nothing of theirs
+    same_type: bool = True
+
+    @property
+    def ratio(self):
+        """Ours over theirs, if both are of GPUs, in types of as many bits."""
+        comparable = self.same_type and self.theirs and "NVIDIA" in self.row["machine"]
+        return self.ours / self.theirs if comparable else None
 
 
 class Measured:
@@ -67,7 +73,7 @@ def thesis_memory(measured):
         theirs = THESIS_MEMORY_MB.get((row["tokens_per_rank"], row["experts"]))
         ours = (row["heap_reserved_bytes"] + row["workspace_bytes"]) * 1e-6
         lines.append(Line(f"{row['tokens_per_rank']} tokens, {row['experts']} experts, {world(row)}",
-                          theirs and sum(theirs), ours, "MB", row))
+                          theirs and sum(theirs), ours, "MB", row, False))
     return lines
 
 
@@ -87,9 +93,8 @@ def thesis_times(points):
             for row in measured.rows("thesis", experts=experts, tokens_per_rank=tokens):
                 point = f"{experts} experts, {tokens} tokens a GPU, {world(row)}; theirs {gpus} H100"
                 ours = row["median_us"] / 1000
-                on_gpu = "NVIDIA" in row["machine"]
                 lines.append(Line(f"{point}, FlashDMoE in fp32", theirs["FlashDMoE"], ours, "ms", row, False))
-                lines.append(Line(f"{point}, {fastest} in fp16", theirs[fastest], ours, "ms", row, on_gpu))
+                lines.append(Line(f"{point}, {fastest} in fp16", theirs[fastest], ours, "ms", row))
         return lines
 
     return extract
@@ -115,7 +120,7 @@ def idle_time(measured):
 
 def utilisation(measured):
     return [Line(f"units with work in flight, {row['tokens_per_rank']} tokens, {row['experts']} experts, {world(row)}", 93.17,
-                 100 * row["active"], "%", row, row["backend"] == "cuda") for row in measured.rows("thesis_utilisation")]
+                 100 * row["active"], "%", row) for row in measured.rows("thesis_utilisation")]
 
 
 def bytes_sent(measured):
@@ -259,7 +264,7 @@ def rung(name, theirs):
         for rows in by(measured.rows("all_to_all", rung=name), lambda row: (row["ranks"], row["gpus"], row["machine"], row["stand_in"])).values():
             place = f"{rows[0]['ranks']} ranks on {rows[0]['gpus']} GPUs" if rows[0]["gpus"] else f"{rows[0]['ranks']} ranks, CPU"
             lines.append(Line(f"{name}, {place}, experts {rows[0]['stand_in']}, mean of {len(rows)} cases; theirs 8 MI300X", theirs,
-                              geomean([row["median_us"] for row in rows]), "µs", rows[0], rows[0]["gpus"] is not None))
+                              geomean([row["median_us"] for row in rows]), "µs", rows[0]))
         return lines
 
     return extract

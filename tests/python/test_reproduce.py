@@ -57,13 +57,14 @@ def test_committed_rows_show_every_item_that_has_an_extractor():
 
 def test_theirs_and_ours_are_the_numbers_of_the_text_and_of_the_rows():
     [line] = [line for line in lines_of("thesis", "Table 6.3") if "2048 tokens" in line.point and "4 × H200" in line.point and "fp32" in line.point]
-    assert (line.theirs, line.comparable) == (1.90, False)
+    assert (line.theirs, line.ratio) == (1.90, None)
     assert line.ours == pytest.approx(line.row["median_us"] / 1000)
     mean, worst = [line for line in lines_of("ramp", "Table IV") if "grouped_fp8, mixtral" in line.point]
     assert (mean.theirs, worst.theirs) == (1.0, 2.0)
     assert worst.ours > mean.ours > 0
     [line] = [line for line in lines_of("ramp", "Table VII") if "32 tokens" in line.point]
     assert line.theirs == 72 and line.ours == pytest.approx(36.72, abs=0.01)
+    assert line.ratio == pytest.approx(0.51)
     assert all(line.theirs == 292 for line in lines_of("all-to-all", "ladder: flattened, v9"))
 
 
@@ -125,7 +126,7 @@ def test_rows_of_a_processor_have_no_ratio_of_times(tmp_path):
            "stand_in": "rank", "rung": "fused", "median_us": 100.0, "case": "a", "floor_us": None, "hidden": 2048}
     (tmp_path / "all_to_all.json").write_text(json.dumps([row]))
     [line] = lines_of("all-to-all", "ladder: experts fused (in the text only)", tmp_path)
-    assert (line.theirs, line.comparable) == (421, False)
+    assert (line.theirs, line.ratio) == (421, None)
     assert line.ours == pytest.approx(100)
     assert "CPU" in line.point
 
