@@ -43,16 +43,46 @@ MODELS = {
         transformers.GptOssForCausalLM,
         lambda: transformers.GptOssConfig(**SMALL, intermediate_size=64, num_local_experts=8),
     ),
+    "fp8": (
+        lambda config: in_fp8(config),
+        lambda: transformers.Qwen3MoeConfig(
+            **SMALL | {"hidden_size": 256}, moe_intermediate_size=128, num_experts=8
+        ),
+    ),
 }
+# Scales that a quantizer of transformers adds to a plan.
+SCALES = {f"model.layers.*.mlp.experts.{name}_proj_scale_inv": "grouped_gemm" for name in ("gate_up", "down")}
 # Most tokens of a batch where ranks have batches of their own, and the deadline, in seconds.
 MOST, DEADLINE = 1600, 4.0
+
+
+def in_fp8(config):
+    """Qwen3-MoE whose experts are of FP8 in blocks. The model of one process runs them with Switchyard, too: eager has
+    only kernels of GPUs."""
+    from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS, FP8Experts
+    from transformers.integrations.moe import use_experts_implementation
+
+    kind = use_experts_implementation(
+        experts_class=type("Fp8Experts", (FP8Experts,), {}), experts_interface=ALL_FP8_EXPERTS_FUNCTIONS
+    )
+    config._experts_implementation = "switchyard"
+    model = transformers.Qwen3MoeForCausalLM(config)
+    for layer in model.model.layers:
+        layer.mlp.experts = kind(config, block_size=(128, 128))
+        for parameter in layer.mlp.experts.parameters():
+            if parameter.dtype == torch.float8_e4m3fn:
+                parameter.data = (torch.randn(parameter.shape) * 100).to(torch.float8_e4m3fn)
+            else:
+                parameter.data = torch.rand(parameter.shape) / 500
+            parameter.requires_grad_(False)
+    return model
 
 
 def say(**what):
     print(json.dumps(what), flush=True)
 
 
-def topology(name, ranks):
+def topology(name, model, ranks):
     """What a user says to transformers. `tp`: all ranks have one batch; `dp`: each has its own; `tp_dp`: two have one;
     `copies`: each expert is on two ranks, which FSDP shards."""
     if not hasattr(DistributedConfig, "ep_size"):
@@ -64,7 +94,8 @@ def topology(name, ranks):
         "tp_dp": dict(tp_size=2, fsdp_size=ranks // 2, ep_size=ranks),
         "copies": dict(fsdp_size=ranks, ep_size=ranks // 2),
     }
-    return DistributedConfig(**sizes[name], ep_implementation="switchyard")
+    plan = SCALES if model == "fp8" else None
+    return DistributedConfig(**sizes[name], ep_plan=plan, ep_implementation="switchyard")
 
 
 def made(name):
@@ -101,11 +132,11 @@ def say_errors(model, single, name, rank):
     for tokens in (40, 0):
         generator = torch.Generator().manual_seed(tokens)
         rows = tokens if name.startswith("tp") else tokens * rank
-        x = torch.randn(rows, 64, generator=generator)
+        x = torch.randn(rows, model.config.hidden_size, generator=generator)
         weights, ids = torch.rand(rows, 8, generator=generator).topk(2)
         expected = theirs(x, ids, weights.clone().masked_fill_(ids == 3, 0))
         actual = ours(x, ids.masked_fill(ids == 3, -1), weights)
-        say(rows=rows, error=error(actual, expected.double()) if rows else float(tuple(actual.shape) != (0, 64)))
+        say(rows=rows, error=error(actual, expected.double()) if rows else float(actual.shape != x.shape))
 
 
 @torch.no_grad()
@@ -166,7 +197,7 @@ def main():
     options = {} if name == "tp" else {"max_tokens": MOST // (2 if name == "tp_dp" else 1)}
     switchyard.register_with_transformers(num_threads=1, deadline=DEADLINE if how else 60.0, **options)
     single = made(model_name)
-    model = distributed(copy.deepcopy(single), topology(name, ranks))
+    model = distributed(copy.deepcopy(single), topology(name, model_name, ranks))
     experts = model.model.layers[0].mlp.experts
     say(shard=list(experts.down_proj.to_local().shape), experts=experts.num_experts)
     if how:
