@@ -35,8 +35,8 @@ def stand_in(options: Options, expert_ranks: int, tensor_ranks: int) -> None:
         return
     if expert_ranks == 1:
         raise Unsupported(
-            f"expert_parallel is 'fused', but --ep-size is 1, and each of {count_text(tensor_ranks, 'rank')} has a part "
-            f"of every expert; pass --ep-size {tensor_ranks}, or serve with expert_parallel 'local'"
+            f"expert_parallel is 'fused', but --ep-size is 1, and each of {count_text(tensor_ranks, 'rank')} has a "
+            f"part of every expert; pass --ep-size {tensor_ranks}, or serve with expert_parallel 'local'"
         )
     if moe_utils.get_moe_a2a_backend().is_none():
         runtime_context.get_flags().moe.a2a_backend = _STANDS_FOR

@@ -40,6 +40,7 @@ from ._serving import (
 )
 from ._sglang_ranks import architecture, dispatcher, is_fused, ranks_of, stand_in
 from ._sglang_setup import (
+    FUSED_MODELS,
     Deployment,
     Fused,
     activation_of,
@@ -180,6 +181,8 @@ class SwitchyardRunner(MoeRunner):
         self.runner_backend = backend()
         prefill = setting("chunked_prefill_size"), setting("max_prefill_tokens")
         over_ranks = is_fused()
+        scaled_later = over_ranks and FUSED_MODELS.get(architecture() or "", False)
+        self.scale = 1.0 if scaled_later or config.routed_scaling_factor is None else config.routed_scaling_factor
         self.binding = Binding(
             options,
             activation=activation,
@@ -204,10 +207,9 @@ class SwitchyardRunner(MoeRunner):
         x = dispatch_output.hidden_states
         weights, ids = dispatch_output.topk_output[:2]
         ids, weights = taken_types(ids, weights)
-        factor = self.config.routed_scaling_factor
         layer = self.binding.bind(tokens=x.shape[0], **arrays(quant_info))
         return StandardCombineInput(
-            hidden_states=layer(x, ids, weights, scale=1.0 if factor is None else factor)
+            hidden_states=layer(x, ids, weights, scale=self.scale)
         )
 
 

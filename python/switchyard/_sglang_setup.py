@@ -109,8 +109,14 @@ class Fused:
     shared_experts: bool = False
 
 
-# Models whose blocks leave complete outputs as they are: others may add those of different tokens up over ranks.
-FUSED_MODELS = ("Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM")
+# Models whose blocks do not add complete outputs up over ranks, which would be those of different tokens: whether a
+# block multiplies them by routed_scaling_factor itself, which it does not where SGLang gathers tokens.
+FUSED_MODELS = {
+    "DeepseekV2ForCausalLM": True,
+    "DeepseekV3ForCausalLM": True,
+    "Qwen2MoeForCausalLM": False,
+    "Qwen3MoeForCausalLM": False,
+}
 
 
 def refuse_fused(fused: Fused) -> None:
@@ -127,7 +133,7 @@ def refuse_fused(fused: Fused) -> None:
     if fused.architecture not in (None, *FUSED_MODELS):
         raise Unsupported(
             f"expert_parallel is 'fused', and the model is a {fused.architecture}: Switchyard does not know whether "
-            f"it adds outputs of different tokens up over ranks. It knows {' and '.join(FUSED_MODELS)}; serve with "
+            f"it adds outputs of different tokens up over ranks. It knows {', '.join(FUSED_MODELS)}; serve with "
             "expert_parallel 'local'"
         )
     for wrong, what in (

@@ -69,17 +69,46 @@ def qwen2():
     return filled(Qwen2MoeSparseMoeBlock(0, SimpleNamespace(**CONFIG | more), prefix="mlp").bfloat16())
 
 
+FACTOR = 2.5
+
+
+def deepseek():
+    """With a shared expert, and a factor that the block itself multiplies routed outputs by."""
+    from sglang.srt.models import deepseek_v2
+
+    from switchyard import _sglang_runner
+
+    # None in a server without EPLB; here is nothing that it could ask.
+    deepseek_v2.ExpertLocationDispatchInfo = SimpleNamespace(init_new=lambda layer_id: None)
+
+    more = dict(
+        n_routed_experts=E, n_shared_experts=1, routed_scaling_factor=FACTOR, hidden_act="silu", topk_method="noaux_tc",
+        scoring_func="sigmoid", norm_topk_prob=True, n_group=1, topk_group=1, quantization_config=None,
+    )  # fmt: skip
+    named = _sglang_runner.architecture
+    _sglang_runner.architecture = lambda: "DeepseekV3ForCausalLM"
+    block = deepseek_v2.DeepseekV2MoE(SimpleNamespace(**CONFIG | more), 0, prefix="mlp").bfloat16()
+    _sglang_runner.architecture = named
+    return filled(block)
+
+
 def expected_of(block, matrices, x):
     logits = torch.nn.functional.linear(x, block.gate.weight)
-    weights, ids = logits.float().softmax(-1).topk(K)
+    xs, factor, gated = x.double(), 1.0, 1.0
+    shared = getattr(block, "shared_expert", getattr(block, "shared_experts", None))
+    if hasattr(block, "routed_scaling_factor"):
+        scores = logits.float().sigmoid()
+        ids = (scores + block.gate.e_score_correction_bias.float()).topk(K).indices
+        weights, factor = scores.gather(1, ids), FACTOR
+    else:
+        weights, ids = logits.float().softmax(-1).topk(K)
+        if shared is not None:
+            gated = torch.sigmoid(xs @ block.shared_expert_gate.weight.double().T)
     weights = weights / weights.sum(-1, keepdim=True)
-    out = experts(x, *matrices, ids, weights, switchyard.Activation())
-    shared = getattr(block, "shared_expert", None)
+    out = factor * experts(x, *matrices, ids, weights, switchyard.Activation())
     if shared is not None:
-        xs = x.double()
         gate, up = (xs @ shared.gate_up_proj.weight.double().T).chunk(2, 1)
-        inner = torch.nn.functional.silu(gate) * up @ shared.down_proj.weight.double().T
-        out += torch.sigmoid(xs @ block.shared_expert_gate.weight.double().T) * inner
+        out += gated * (torch.nn.functional.silu(gate) * up @ shared.down_proj.weight.double().T)
     return out
 
 
@@ -100,14 +129,15 @@ def passes(rank, ranks):
     from switchyard import _sglang_ranks
 
     say(stays=tokens_stay())
-    for make in (qwen3, qwen2):
+    batch = SimpleNamespace(num_token_non_padded=None, attn_cp_metadata=None)
+    for make in (qwen3, qwen2, deepseek):
         block, matrices = make()
         binding = block.experts.quant_method.runner.binding
         say(shard=list(block.experts.w13_weight.shape), most=binding.max_tokens)
         for step in range(8):
             tokens = 0 if step % 3 == rank else 1 + (7 * step + 5 * rank) % 40
             x = torch.randn(tokens, H, generator=torch.Generator().manual_seed(10 * step + rank)).bfloat16()
-            out = block(x)
+            out = block(x, batch)
             assert out.shape == x.shape
             if tokens:
                 say(tokens=tokens, error=error(out, expected_of(block, matrices, x)))
@@ -115,7 +145,7 @@ def passes(rank, ranks):
     experts_of = binding.experts
     binding.bind = lambda *given, **named: lambda x, *more, **rest: torch.zeros_like(x)
     x = torch.randn(5, H).bfloat16()
-    say(error_of_zeros=error(block(x), expected_of(block, matrices, x)))
+    say(error_of_zeros=error(block(x, batch), expected_of(block, matrices, x)))
     del binding.bind
     assert binding.experts is experts_of
     say(epoch=experts_of.stats().epoch)
@@ -188,7 +218,7 @@ def main():
     if what.startswith("SIG"):
         options["deadline"] = DEADLINE
     os.environ["SWITCHYARD_SGLANG_OPTIONS"] = json.dumps(options)
-    serve(rank, ranks, directory)
+    serve(rank, ranks, directory, disable_shared_experts_fusion=True)
     if what.startswith("SIG"):
         who_failed(rank, ranks, what)
     {"passes": passes, "refusals": refusals}[what](rank, ranks)

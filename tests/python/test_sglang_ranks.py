@@ -1,6 +1,6 @@
 """SGLang's data-parallel attention with experts over ranks, between which Switchyard exchanges tokens: SGLang's own MoE
-blocks of Qwen3 and Qwen2 in processes with SGLang's groups over gloo, on the CPU engine, where SGLang (0.5.16, 0.5.23)
-can be imported. No GPU is used, and no server is started. What needs no SGLang always runs."""
+blocks of Qwen3, Qwen2 and DeepSeek in processes, with its groups over gloo, on the CPU engine, where SGLang (0.5.16,
+0.5.23) can be imported. No GPU is used, and no server is started. What needs no SGLang always runs."""
 
 import importlib.util
 from types import SimpleNamespace
@@ -67,12 +67,12 @@ def test_blocks_over_ranks(run):
     """A rank without tokens takes part, and nobody adds up what ranks computed for tokens of their own."""
     for lines in run("passes"):
         assert values(lines, "stays") == [True]
-        # Qwen3's block, and Qwen2's with its shared expert.
-        assert values(lines, "shard") == 2 * [[4, 256, 256]] and values(lines, "most") == [4096, 4096]
+        # Qwen3's block, and Qwen2's and DeepSeek's with their shared experts.
+        assert values(lines, "shard") == 3 * [[4, 256, 256]] and values(lines, "most") == 3 * [4096]
         errors = values(lines, "error")
-        assert len(errors) == 10 and max(errors) < BF16_ERROR, lines
+        assert len(errors) == 15 and max(errors) < BF16_ERROR, lines
         assert values(lines, "error_of_zeros")[0] > 0.5
-        assert values(lines, "epoch") == [16]  # of 2 x 8 passes in one memory
+        assert values(lines, "epoch") == [24]  # of 3 x 8 passes in one memory
         assert "set the option max_tokens" in values(lines, "too_many")[0]
 
 
