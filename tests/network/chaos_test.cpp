@@ -58,6 +58,14 @@ struct Trial {
 // The results of all trials of a test. `bench/hosts_chaos.py` keeps these numbers.
 struct Tally {
   std::uint64_t trials = 0, hangs = 0, wrong_words = 0, wrong_names = 0;
+  std::uint64_t seed = 0;  // of the trial that runs
+
+  // False when all trials, of every `step`-th seed, have been, or enough of them failed.
+  bool begins_trial(std::uint64_t step = 1) {
+    if (trials * step >= num_seeds() || !may_go_on()) return false;
+    seed = first_seed() + trials++ * step;
+    return true;
+  }
 
   // No rank may throw here. One that waited for its deadline hung.
   void require_nothing_thrown(const std::vector<std::exception_ptr>& thrown) {
@@ -87,9 +95,8 @@ struct Tally {
 
 TEST(HostsChaos, LayersHaveTheBitsOfOneHost) {
   Tally tally;
-  for (std::uint64_t seed = first_seed(); seed < first_seed() + num_seeds() && tally.may_go_on();
-       ++seed) {
-    ++tally.trials;
+  while (tally.begins_trial()) {
+    const std::uint64_t seed = tally.seed;
     Trial trial(seed);
     SCOPED_TRACE(trial.name());
     LayerSpec spec = spec_of(32, 16, trial.numbers.between(std::max(3, trial.ranks), 24), 3);
@@ -144,9 +151,8 @@ TEST(HostsChaos, LayersHaveTheBitsOfOneHost) {
 
 TEST(HostsChaos, ExchangesBringEveryRowAndSum) {
   Tally tally;
-  for (std::uint64_t seed = first_seed(); seed < first_seed() + num_seeds() && tally.may_go_on();
-       ++seed) {
-    ++tally.trials;
+  while (tally.begins_trial()) {
+    const std::uint64_t seed = tally.seed;
     Trial trial(seed);
     SCOPED_TRACE(trial.name());
     ExchangeSpec spec;
@@ -241,9 +247,8 @@ PlayedUntilFailure play_until_failure(const test::ChaosHosts& hosts, int ranks, 
 // two, long before the deadline.
 TEST(HostsChaos, ACutLinkEndsAllRanks) {
   Tally tally;
-  for (std::uint64_t seed = first_seed(); seed < first_seed() + num_seeds() && tally.may_go_on();
-       ++seed) {
-    ++tally.trials;
+  while (tally.begins_trial()) {
+    const std::uint64_t seed = tally.seed;
     Trial trial(seed);
     SCOPED_TRACE(trial.name());
     // One rank a host: every pair of ranks has a link.
@@ -293,9 +298,8 @@ bool same_failure(const WaitFailure& a, const WaitFailure& b) {
 // and the other ranks hear of both. All report the same of the two.
 TEST(HostsChaos, AllHostsReportOneFailure) {
   Tally tally;
-  for (std::uint64_t seed = first_seed(); seed < first_seed() + num_seeds() && tally.may_go_on();
-       ++seed) {
-    ++tally.trials;
+  while (tally.begins_trial()) {
+    const std::uint64_t seed = tally.seed;
     Trial trial(seed);
     // The rank is alone on its host: it has links to all others.
     const auto alone = static_cast<std::size_t>(
@@ -325,9 +329,8 @@ TEST(HostsChaos, AllHostsReportOneFailure) {
 TEST(HostsChaos, AllHostsReportOneLateRank) {
   Tally tally;
   constexpr std::uint64_t kTakesLong = 8;  // a deadline passes in each trial
-  for (std::uint64_t seed = first_seed(); seed < first_seed() + num_seeds() && tally.may_go_on();
-       seed += kTakesLong) {
-    ++tally.trials;
+  while (tally.begins_trial(kTakesLong)) {
+    const std::uint64_t seed = tally.seed;
     Trial trial(seed);
     const int late = trial.numbers.between(0, trial.ranks - 1);
     SCOPED_TRACE(trial.name() + ", late: rank " + std::to_string(late));

@@ -44,6 +44,15 @@ using std::chrono::milliseconds;
 using ::testing::Each;
 using ::testing::HasSubstr;
 
+MoeLayer small_layer(const World& world, int experts, milliseconds deadline = milliseconds(0)) {
+  const LayerSpec spec = spec_of(64, 32, experts, 2);
+  LayerOptions options;
+  options.max_tokens = 64;
+  options.cpu.num_threads = 1;
+  options.deadline = deadline;
+  return MoeLayer(world, spec, generate_weights(spec, DType::kF32, 1, {.num_threads = 1}), options);
+}
+
 // ----------------------------------------------------------------------------------- same bits
 
 class HostsAndRanks : public HostsTest, public ::testing::WithParamInterface<std::tuple<int, int>> {
@@ -416,13 +425,8 @@ TEST_F(HostsTest, HostsThatCannotReachEachOtherReportOneFailure) {
       }
       enter(*hosts_, rank);
       const World world = join(rank, 3);
-      const LayerSpec spec = spec_of(64, 32, 6, 2);
-      const MoeWeights weights = generate_weights(spec, DType::kF32, 1, {.num_threads = 1});
-      LayerOptions options;
-      options.max_tokens = 64;
-      options.deadline = milliseconds(2'000);
-      options.cpu.num_threads = 1;
-      MoeLayer layer(world, spec, weights, options);
+      MoeLayer layer = small_layer(world, 6, milliseconds(2'000));
+      const LayerSpec& spec = layer.spec();
       const Batch batch = random_batch(spec, 60, DType::kF32, 1);
       BatchResult result = empty_result(spec, batch, 3, DType::kF32);
       try {
@@ -567,12 +571,8 @@ TEST_F(HostsTest, StrangersCostALivingWorldNoDescriptors) {
     }
     enter(*hosts_, child);
     const World world = join(child, 2);
-    const LayerSpec spec = spec_of(64, 32, 4, 2);
-    const MoeWeights weights = generate_weights(spec, DType::kF32, 1, {.num_threads = 1});
-    LayerOptions options;
-    options.max_tokens = 64;
-    options.cpu.num_threads = 1;
-    MoeLayer layer(world, spec, weights, options);
+    MoeLayer layer = small_layer(world, 4);
+    const LayerSpec& spec = layer.spec();
     const Batch batch = random_batch(spec, 40, DType::kF32, 1);
     BatchResult result = empty_result(spec, batch, 2, DType::kF32);
     int before = -1;
@@ -656,12 +656,8 @@ TEST_F(HostsTest, TorchrunsVariablesJoinHosts) {
 TEST_F(HostsTest, AbortReachesOtherHosts) {
   on_hosts(2, 4, [&](int rank) {
     const World world = join(rank, 4);
-    const LayerSpec spec = spec_of(64, 32, 8, 2);
-    const MoeWeights weights = generate_weights(spec, DType::kF32, 1, {.num_threads = 1});
-    LayerOptions options;
-    options.max_tokens = 64;
-    options.cpu.num_threads = 1;
-    MoeLayer layer(world, spec, weights, options);
+    MoeLayer layer = small_layer(world, 8);
+    const LayerSpec& spec = layer.spec();
     const auto start = test::Clock::now();
     if (rank == 3) {
       std::this_thread::sleep_for(milliseconds(100));
