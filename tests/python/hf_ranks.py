@@ -165,8 +165,10 @@ def say_more(model, single, name, rank):
         say(compiled=error(torch.compile(model, backend="eager")(ids).logits, single(ids).logits.double()))
 
 
-def say_gradient(model, name, rank):
-    logits = model(batch_of(name, 9, rank)).logits
+def say_gradient(model, single, name, rank):
+    ids = batch_of(name, 9, rank)
+    logits = model(ids).logits
+    say(error_with_gradients=error(logits, single(ids).logits.double()))
     try:
         logits.sum().backward()
     except switchyard.Unsupported as refusal:
@@ -204,7 +206,7 @@ def main():
         say_who_failed(model, name, rank, ranks, *how)
     say_errors(model, single, name, rank)
     say_more(model, single, name, rank)
-    say_gradient(model, name, rank)
+    say_gradient(model, single, name, rank)
     dist.barrier()
     dist.destroy_process_group()
 

@@ -38,6 +38,7 @@ def test_a_model_over_ranks(topology, model, ranks):
         assert len(errors) == 6 and max(errors) < bound, lines
         assert values(lines, "error_of_zeros")[0] > 0.05
         assert values(lines, "error_of_another_activation")[0] < bound
+        assert values(lines, "error_with_gradients")[0] < bound
         assert "no backward pass" in values(lines, "gradient")[0]
         if topology == "tp":
             assert values(lines, "same_words") == [True]
