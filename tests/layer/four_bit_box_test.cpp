@@ -1,7 +1,9 @@
-// The order of four-bit codes in which kernels read them, and the bit tricks that make bf16 of
-// them.
+// The orders of four-bit codes in which kernels read them, and the bit tricks that make bf16 and
+// E4M3 of them.
 #include <gtest/gtest.h>
 
+#include <bit>
+#include <cstdint>
 #include <set>
 #include <utility>
 
@@ -110,6 +112,78 @@ TEST(FourBitBox, WordsOfCodes) {
       }
     }
   }
+}
+
+// --- As E4M3.
+
+// A permutation of a table's bytes, as the instruction does it.
+std::uint32_t permuted(std::uint64_t table, std::uint32_t selectors) {
+  std::uint32_t bytes = 0;
+  for (std::uint32_t i = 0; i < 4; ++i) {
+    const std::uint32_t which = selectors >> (4 * i) & 15;
+    EXPECT_LT(which, 8u) << "the instruction would repeat a sign";
+    bytes |= static_cast<std::uint32_t>(table >> (8 * which) & 0xff) << (8 * i);
+  }
+  return bytes;
+}
+
+// The four codes of a word's first or second row, in E4M3, decoded as a kernel does.
+std::uint32_t codes_of(std::uint32_t word, std::uint32_t of_row, std::uint64_t table) {
+  const std::uint32_t magnitudes = word & 0x77777777u;
+  return of_row == 0 ? permuted(table, magnitudes & 0xffff) | (word & 0x80808080u)
+                     : permuted(table, magnitudes >> 16) | (word << 4 & 0x80808080u);
+}
+
+// A code's E4M3 times its row's power of two is its value exactly, for every largest scale of a row
+// and every scale within reach of it.
+TEST(CodesAsE4M3, EveryCodeScaleAndLargestScaleIsExact) {
+  for (std::uint32_t top = kLeastTop; top <= kMostMxScale; ++top) {
+    const std::uint32_t power = bits_of_row_power(top);
+    for (std::uint32_t scale = top - (kCodeSteps - 1); scale <= top; ++scale) {
+      const std::uint32_t step = box_scale(scale) - first_step_of(power);
+      ASSERT_LT(step, kCodeSteps);
+      for (std::uint32_t code = 0; code < 16; ++code) {
+        const auto byte = static_cast<std::uint8_t>((code_table(step) >> (8 * (code & 7)) & 0xff) |
+                                                    (code >> 3) << 7);
+        ASSERT_EQ(f8e4m3_to_f32(byte) * std::bit_cast<float>(power),
+                  reference::f4e2m1_to_double(static_cast<std::uint8_t>(code)) *
+                      f8e8m0_to_f32(static_cast<std::uint8_t>(scale)))
+            << "code " << code << " scale " << scale << " largest " << top;
+      }
+    }
+  }
+  EXPECT_EQ(code_table(kCodeSteps), 0u) << "nothing is beyond the last step";
+}
+
+// The instruction wants so: of 32 columns, lane 4 g + t of a warp has rows g and g + 8 of the
+// warp's 16, columns 4 t to 4 t + 3 and those 16 on. Every element of a box stands there, once.
+TEST(CodesAsE4M3, WordsHaveEveryElementOnce) {
+  std::set<std::pair<std::uint32_t, std::uint32_t>> seen;
+  for (std::uint32_t lane = 0; lane < 256; ++lane) {
+    const std::uint32_t row0 = lane / 32 * 16 + lane % 32 / 4;
+    for (std::uint32_t number = 0; number < 4; ++number) {
+      const std::uint32_t column0 = number / 2 * 32 + number % 2 * 16 + lane % 4 * 4;
+      for (std::uint32_t i = 0; i < 8; ++i) {
+        const std::pair<std::uint32_t, std::uint32_t> place{row0 + i / 4 * 8, column0 + i % 4};
+        EXPECT_TRUE(seen.insert(place).second);
+        for (std::uint32_t code = 0; code < 16; ++code) {
+          // All others are of all ones, and of zeros.
+          for (const std::uint32_t others : {0u, 15u}) {
+            const std::uint32_t word =
+                code_word(lane, number, [&](std::uint32_t row, std::uint32_t column) {
+                  return std::pair{row, column} == place ? code : others;
+                });
+            const std::uint32_t bytes = codes_of(word, i / 4, code_table(8));
+            const auto byte = static_cast<std::uint8_t>(bytes >> (8 * (i % 4)));
+            ASSERT_EQ(f8e4m3_to_f32(byte),
+                      reference::f4e2m1_to_double(static_cast<std::uint8_t>(code)))
+                << "lane " << lane << " word " << number << " code " << i;
+          }
+        }
+      }
+    }
+  }
+  EXPECT_EQ(seen.size(), 128u * 64u);
 }
 
 }  // namespace
