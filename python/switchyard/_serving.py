@@ -24,6 +24,7 @@ from ._world import World
 from .errors import CapacityExceeded, InvalidArgument, Timeout, Unsupported
 
 ExpertParallel = Literal["local", "fused"]
+Mxfp4Compute = Literal["bf16", "f8_e4m3"]
 
 # Where neither NCCL_MAX_CTAS nor NCCL_MAX_NCHANNELS says otherwise. NCCL's own limit is 64 since 2.22,
 # but it takes no more than 32 on machines with NVLink unless it is told to.
@@ -68,6 +69,8 @@ class Options:
     refresh_in_graphs : bool, optional
         Lay out scales and biases anew in every replay of a graph, so that replays see weights that
         were loaded into the same memory. None: where the server is set up for such transfers.
+    mxfp4_compute : {"bf16", "f8_e4m3"}
+        Arithmetic of experts in MXFP4: tokens in bf16, which loses nothing, or rounded to FP8.
     release_weights : bool
         Give up the server's packed weights of four bits once a layer on a GPU has copied them, which
         halves their memory. They cannot be loaded anew then.
@@ -80,6 +83,7 @@ class Options:
     deadline: float = 0.0
     expert_parallel: ExpertParallel = "local"
     refresh_in_graphs: bool | None = None
+    mxfp4_compute: Mxfp4Compute = "bf16"
     release_weights: bool = False
 
     @classmethod
@@ -110,6 +114,8 @@ def _problem(name: str, value: Any) -> str | None:
         return None if value in ("skip", "raise") else "use 'skip' or 'raise'"
     if name == "expert_parallel":
         return None if value in ("local", "fused") else "use 'local' or 'fused'"
+    if name == "mxfp4_compute":
+        return None if value in ("bf16", "f8_e4m3") else "use 'bf16' or 'f8_e4m3'"
     if name == "refresh_in_graphs":
         return None if value is None or isinstance(value, bool) else "use true or false"
     if name == "release_weights":
@@ -509,7 +515,11 @@ class Binding:
             activation=self.activation,
             order=self.order,
             weight_format=self.weight_format,
-            numerics=Numerics(weight_on_input=self.weight_on_input, bad_ids=self.options.bad_ids),
+            numerics=Numerics(
+                compute=self.options.mxfp4_compute if self.weight_format == "mxfp4" else None,
+                weight_on_input=self.weight_on_input,
+                bad_ids=self.options.bad_ids,
+            ),
             placement=Placement(
                 world=None if self.ranks is None else self.ranks.world,
                 num_experts=self.num_experts,

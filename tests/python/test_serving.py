@@ -81,6 +81,42 @@ def test_a_processor_reads_weights_where_they_are(monkeypatch):
     assert all(array.untyped_storage().nbytes() != 0 for array in arrays.values())
 
 
+@pytest.mark.parametrize("option, form, compute", [
+    ({}, "mxfp4", "bf16"),
+    ({"mxfp4_compute": "f8_e4m3"}, "mxfp4", "f8_e4m3"),
+    ({"mxfp4_compute": "f8_e4m3"}, "int4", None),
+    ({"mxfp4_compute": "f8_e4m3"}, None, None),
+])
+def test_what_experts_of_four_bits_compute_in(monkeypatch, option, form, compute):
+    """The option is for MXFP4 alone: FP8 tokens do not go with INT4, and other weights say it themselves."""
+    bound, (arrays, small) = binding(monkeypatch, **option), weights()
+    bound.weight_format = form
+    bound.weights_loaded(**arrays, **small)
+    assert bound.experts.options["numerics"].compute == compute
+
+
+def test_mxfp4_computes_as_asked():
+    """A layer of the library, not a stand-in: tokens in FP8 give other numbers, and close ones."""
+    (arrays, small), x = weights(), torch.randn(TOKENS, K).bfloat16()
+    small = {name: torch.full_like(scale, 120) for name, scale in small.items()}
+    ids = torch.arange(TOKENS, dtype=torch.int32).remainder(E)[:, None]
+    outputs = []
+    for compute in "bf16", "f8_e4m3":
+        bound = Binding(Options(mxfp4_compute=compute), activation=Activation(), order="gate_up", top_k=1,
+                        max_tokens=TOKENS, weight_format="mxfp4")
+        layer = bound.bind(**arrays, **small, tokens=TOKENS)
+        assert layer.compute == compute
+        outputs.append(layer(x, ids, torch.ones(TOKENS, 1)).float())
+    difference = (outputs[0] - outputs[1]).norm() / outputs[0].norm()
+    assert 1e-3 < difference < 0.1
+
+
+@pytest.mark.parametrize("given", ["fp8", "f32", None])
+def test_another_arithmetic_of_mxfp4_is_refused(given):
+    with pytest.raises(InvalidArgument, match="mxfp4_compute is .*use 'bf16' or 'f8_e4m3'"):
+        Options.parse({"mxfp4_compute": given}, "options")
+
+
 @pytest.mark.parametrize("given", [1, "true", None])
 def test_an_option_that_cannot_be_is_refused(given):
     with pytest.raises(InvalidArgument, match="release_weights is .*use true or false"):
