@@ -41,7 +41,7 @@ class Step:
     needs: tuple = ()  # modules of Python
 
 
-# What is measured.
+# The steps that measure, for processors and for GPUs.
 
 
 def cpu_steps(call, script, out):

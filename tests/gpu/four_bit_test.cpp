@@ -36,17 +36,9 @@ TEST_P(EveryModelInFourBitsOnGpu, IsAsGoodAsAStraightforwardProgram) {
   const MoeWeights w = make_weights(spec, std::get<1>(GetParam()), 11, 1);
   DeviceLayer layer(spec, w, 1000);
   EXPECT_EQ(layer.layer().compute(), DType::kBF16);
-  for (const int tokens : {1, 7, 33, 64, 1000}) {
-    SCOPED_TRACE(::testing::Message() << tokens << " tokens");
-    const Batch batch = random_batch(spec, tokens, DType::kBF16, 200 + tokens);
-    const BatchResult result = layer.run(batch, DType::kBF16);
-    expect_same_routing(spec, w, batch, result);
+  expect_good_at_every_size(layer, w, 3, [&](const Batch& batch, const BatchResult& result) {
     expect_accurate(spec, w, batch, result);
-    for (int repetition = 0; repetition < 3; ++repetition) {
-      EXPECT_TRUE(layer.run(batch, DType::kBF16).output == result.output) << "repeated";
-    }
-    if (HasFatalFailure() || HasNonfatalFailure()) return;
-  }
+  });
 }
 
 INSTANTIATE_TEST_SUITE_P(ModelTable, EveryModelInFourBitsOnGpu,
@@ -104,24 +96,20 @@ void expect_accurate_in_fp8(const LayerSpec& spec, const MoeWeights& w, const Ba
   expect_accurate_fp8(spec, w, batch, result, batch.x.rows() <= 30 ? 1.2 : 0.8);
 }
 
-TEST_P(EveryModelInFourBitsOnGpu, IsAsGoodWithTokensInFp8) {
-  if (std::get<1>(GetParam()) != kMxfp4) GTEST_SKIP() << "INT4 has no kernels for tokens in FP8";
-  const LayerSpec spec = routed(small_spec(std::get<0>(GetParam())));
+using EveryModelInMxfp4OnGpu = OnGpu<::testing::TestWithParam<ModelEntry>>;
+
+TEST_P(EveryModelInMxfp4OnGpu, IsAsGoodWithTokensInFp8) {
+  const LayerSpec spec = routed(small_spec(GetParam()));
   const MoeWeights w = make_weights(spec, kMxfp4, 11, 1);
   DeviceLayer layer(spec, w, 1000, {.compute = kFp8});
   EXPECT_EQ(layer.layer().compute(), kFp8);
-  for (const int tokens : {1, 7, 33, 64, 1000}) {
-    SCOPED_TRACE(::testing::Message() << tokens << " tokens");
-    const Batch batch = random_batch(spec, tokens, DType::kBF16, 200 + tokens);
-    const BatchResult result = layer.run(batch, DType::kBF16);
-    expect_same_routing(spec, w, batch, result);
+  expect_good_at_every_size(layer, w, 3, [&](const Batch& batch, const BatchResult& result) {
     expect_accurate_in_fp8(spec, w, batch, result);
-    for (int repetition = 0; repetition < 3; ++repetition) {
-      EXPECT_TRUE(layer.run(batch, DType::kBF16).output == result.output) << "repeated";
-    }
-    if (HasFatalFailure() || HasNonfatalFailure()) return;
-  }
+  });
 }
+
+INSTANTIATE_TEST_SUITE_P(ModelTable, EveryModelInMxfp4OnGpu, ::testing::ValuesIn(model_table()),
+                         name_of_model);
 
 TEST_F(GpuFourBits, EverySkewTileHeightAndSizeWithTokensInFp8) {
   for (const auto& [hidden, intermediate] :

@@ -141,7 +141,7 @@ def passes(rank, ranks):
             assert out.shape == x.shape
             if tokens:
                 say(tokens=tokens, error=error(out, expected_of(block, matrices, x)))
-    # What a layer that returns zeros would do.
+    # A layer that returns zeros is told from a right one.
     experts_of = binding.experts
     binding.bind = lambda *given, **named: lambda x, *more, **rest: torch.zeros_like(x)
     x = torch.randn(5, H).bfloat16()

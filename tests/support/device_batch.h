@@ -10,6 +10,7 @@
 #include <string_view>
 
 #include "gpu/device.h"
+#include "support/accuracy.h"
 #include "support/layers.h"
 #include "support/on_gpu.h"
 
@@ -150,5 +151,23 @@ class DeviceLayer {
   std::unique_ptr<MoeLayer> layer_;
   std::unique_ptr<DeviceBatch> batch_;
 };
+
+// Passes of 1 to 1000 tokens, of a layer for 1000, route as the reference does and repeat their
+// bits. accurate(batch, result) holds each result to its bound.
+template <typename Accurate>
+void expect_good_at_every_size(DeviceLayer& layer, const MoeWeights& weights, int repetitions,
+                               Accurate&& accurate) {
+  for (const int tokens : {1, 7, 33, 64, 1000}) {
+    SCOPED_TRACE(::testing::Message() << tokens << " tokens");
+    const Batch batch = random_batch(layer.spec(), tokens, DType::kBF16, 200 + tokens);
+    const BatchResult result = layer.run(batch, DType::kBF16);
+    expect_same_routing(layer.spec(), weights, batch, result);
+    accurate(batch, result);
+    for (int repetition = 0; repetition < repetitions; ++repetition) {
+      EXPECT_TRUE(layer.run(batch, DType::kBF16).output == result.output) << "repeated";
+    }
+    if (::testing::Test::HasFailure()) return;
+  }
+}
 
 }  // namespace switchyard::testing

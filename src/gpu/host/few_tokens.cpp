@@ -37,11 +37,10 @@ FewWeights describe(const WeightArray& array, const float* scales, const std::by
 
 bool few_tokens_serve(const LayerParams& layer, const CallParams& call, const PolicyFacts& policy) {
   // (It does not read boxes of codes that become E4M3.)
-  return !(policy.numerics.four_bit() && policy.numerics.scaled()) && layer.heaps.size() == 1 &&
-         call.given_ids != nullptr && !call.gated && call.x_type == DType::kBF16 &&
-         call.y_type == DType::kBF16 && !call.accumulate && call.capacity == kNoCapacity &&
-         layer.cells_per_token == layer.top_k && !layer.weight_on_input &&
-         layer.ring.words == nullptr && call.trace.records == nullptr &&
+  return !policy.numerics.makes_codes() && layer.heaps.size() == 1 && call.given_ids != nullptr &&
+         !call.gated && call.x_type == DType::kBF16 && call.y_type == DType::kBF16 &&
+         !call.accumulate && call.capacity == kNoCapacity && layer.cells_per_token == layer.top_k &&
+         !layer.weight_on_input && layer.ring.words == nullptr && call.trace.records == nullptr &&
          few_tokens_fit(
              call.tokens, layer.top_k, layer.hidden, layer.routed.intermediate,
              few_numbers(policy.numerics),

@@ -131,7 +131,6 @@ __global__ void find_powers(const BoxCopy* list) {
   const std::uint32_t lane = threadIdx.x % 32;
   const std::uint32_t warps = gridDim.x * blockDim.x / 32;
   for (int half = 0; half < copy.halves; ++half) {
-    if (copy.powers[half] == nullptr) continue;
     const MatrixView& m = copy.from[half];
     for (std::uint32_t row = (blockIdx.x * blockDim.x + threadIdx.x) / 32; row < copy.rows;
          row += warps) {
@@ -185,7 +184,7 @@ __global__ void make_boxes(const BoxCopy* list) {
       bool bad = code > kMostMxScale;
       if (const float* const powers = copy.powers[of.half]; powers != nullptr && !bad) {
         const std::uint32_t least =
-            of.row < copy.rows ? (__float_as_uint(powers[of.row]) >> 23) + 6 - (kCodeSteps - 1) : 0;
+            of.row < copy.rows ? least_scale_of(__float_as_uint(powers[of.row])) : 0;
         if (code < least) {
           bad = is_there && has_weights(m, of.row, column);
           // Steps are not negative, whatever the scale of a group of zeros.

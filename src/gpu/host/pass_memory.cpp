@@ -115,7 +115,7 @@ PassLayout::PassLayout(const PassSizes& sizes) : sizes_(sizes) {
   x_groups_ = groups(sizes.hidden);
   h_groups_ = groups(h_stride_);
   // Blocks of a pair count up to a block past the last group.
-  const bool counts_parts = sizes.policy.quantizes_stored_rows || sizes.num_ranks == 1;
+  const bool counts_parts = numerics.makes_codes() || sizes.num_ranks == 1;
   group_words_ = counts_parts ? protocol::ceil_div(h_groups_ + 1, PassWords::kGroupsOfWord) : 0;
   // Rows that are packed together wait together. So none may wait for a slot that another one's
   // tile has.

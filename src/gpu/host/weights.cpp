@@ -136,7 +136,7 @@ WeightArray make_box_array(const PolicyFacts& policy, std::span<const FfnWeights
   const std::size_t of_expert = std::size_t{copy.boxes} * copy.k_blocks * box;
   // A stage of several boxes may reach past the last one.
   own = DeviceBuffer(experts.size() * of_expert + box);
-  if (policy.numerics.scaled()) {
+  if (policy.numerics.makes_codes()) {
     for (std::size_t half = 0; half < halves.size(); ++half) {
       *powers[half] = DeviceBuffer(experts.size() * static_cast<std::size_t>(rows) * sizeof(float));
     }
@@ -146,7 +146,7 @@ WeightArray make_box_array(const PolicyFacts& policy, std::span<const FfnWeights
     for (std::size_t half = 0; half < halves.size(); ++half) {
       copy.from[half] = experts[e].*halves[half];
       of_halves.push_back(fmt::format("expert {}'s {}", e, names[half]));
-      if (policy.numerics.scaled()) {
+      if (policy.numerics.makes_codes()) {
         copy.powers[half] =
             reinterpret_cast<float*>(powers[half]->data()) + e * static_cast<std::size_t>(rows);
       }

@@ -132,7 +132,6 @@ struct PolicyFacts {
   TileConfig tile;
   int small_tokens, small_logits;  // the most that a small pass may have
   int hidden_stretch;              // see kHiddenStretch
-  bool quantizes_stored_rows;      // large passes, too: see kQuantizesStoredRows
 
   // The multiple that columns and rows of a matrix are padded to, for the copy engine.
   int alignment() const {
@@ -141,8 +140,7 @@ struct PolicyFacts {
 };
 template <typename P>
 constexpr PolicyFacts facts_of() {
-  return {P::kNumerics,    P::kTile,          P::kSmallTokens,
-          P::kSmallLogits, kHiddenStretch<P>, kQuantizesStoredRows<P>};
+  return {P::kNumerics, P::kTile, P::kSmallTokens, P::kSmallLogits, kHiddenStretch<P>};
 }
 
 }  // namespace switchyard::gpu

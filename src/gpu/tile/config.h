@@ -61,6 +61,8 @@ struct Numerics {
   }
   constexpr bool scaled() const { return token.scale_group != 0; }
   constexpr bool four_bit() const { return is_four_bit(weight.storage); }
+  // Weights of four bits become E4M3 on their way to the matrix instruction.
+  constexpr bool makes_codes() const { return four_bit() && scaled(); }
   constexpr int weight_bytes() const { return weight.element_bytes(); }
   constexpr int weight_bits() const { return four_bit() ? 4 : 8 * weight_bytes(); }
   constexpr int token_bytes() const { return token.element_bytes(); }
@@ -141,9 +143,8 @@ inline constexpr std::uint32_t kHiddenStretch = [] {
 // one for each token, or two for each token.
 inline constexpr std::uint32_t kWeightScales = 4, kScaleSets = 2;
 
-// True if weights of four bits become E4M3 on their way to the matrix instruction.
 template <typename C>
-inline constexpr bool kMakesCodes = kScaled<C>&& kFourBit<C>;
+inline constexpr bool kMakesCodes = C::kNumerics.makes_codes();
 
 // True if something else may take the end of the ring for as long as the kernel runs. The number of
 // stages is then a parameter of the launch.

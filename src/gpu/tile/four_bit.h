@@ -163,9 +163,13 @@ inline constexpr std::uint32_t kLeastTop = kCodeSteps - 1;
 SWITCHYARD_HOST_DEVICE constexpr std::uint32_t bits_of_row_power(std::uint32_t top) {
   return (top - 6) << 23;
 }
-// A step is a box's byte of a scale less this number. `power`: bits_of_row_power().
+// The scale of step 0 in a row. `power`: bits_of_row_power().
+SWITCHYARD_HOST_DEVICE constexpr std::uint32_t least_scale_of(std::uint32_t power) {
+  return (power >> 23) + 6 - (kCodeSteps - 1);
+}
+// A step is a box's byte of a scale less this number.
 SWITCHYARD_HOST_DEVICE constexpr std::uint32_t first_step_of(std::uint32_t power) {
-  return box_scale((power >> 23) + 6 - (kCodeSteps - 1));
+  return box_scale(least_scale_of(power));
 }
 
 }  // namespace switchyard::gpu
