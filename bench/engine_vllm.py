@@ -1,5 +1,6 @@
 """vLLM for bench/engines.py: one engine with one kernel for its experts, and what is asked of it."""
 
+import functools
 import gc
 import multiprocessing
 import os
@@ -50,7 +51,6 @@ class Engine:
         from vllm.model_executor.model_loader import register_model_loader
         from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
-        # Logits are seen in the process that computes them.
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1" if purpose == "serve" else "0"
         os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # functions for apply_model()
 
@@ -104,7 +104,7 @@ class Engine:
         self.llm = vllm.LLM(model=str(path), **given | _PURPOSES[purpose] | more)
         self.start_s = time.monotonic() - start
         self.vocabulary = self.llm.llm_engine.model_config.get_vocab_size()
-        self._seen = None  # logits of passes, from the first request for them on
+        self._watched = False  # whether the model keeps its logits
 
     @staticmethod
     def greedy(tokens, logprobs=None):
@@ -131,26 +131,15 @@ class Engine:
         return found
 
     def first_logits(self, prompts):
-        """[prompts, vocabulary], fp32, of numpy; in this process only."""
+        """[prompts, vocabulary], fp32, of numpy."""
 
-        def watch(model):
-            original = model.compute_logits
-
-            def compute_logits(*arguments, **named):
-                out = original(*arguments, **named)
-                self._seen.append(out[-1].float().cpu())
-                return out
-
-            model.compute_logits = compute_logits
-
-        if self._seen is None:
-            self._seen = []
-            self.llm.apply_model(watch)
+        if not self._watched:
+            self._watched = True
+            self.llm.apply_model(watch_logits)
         rows = []
         for prompt in prompts:
-            self._seen.clear()
             self.generate([prompt], 1)
-            rows.append(self._seen[-1])
+            rows.append(self.llm.apply_model(last_logits)[0])
         return self.torch.stack(rows).numpy()
 
     def tpot(self, batch, seed):
@@ -182,11 +171,6 @@ class Engine:
     def made(self):
         """Seconds and MiB that Switchyard's layers took at the start."""
 
-        def account(model):
-            from switchyard._serving import made
-
-            return made.layers, made.seconds, made.bytes
-
         layers, seconds, size = self.llm.apply_model(account)[0]
         return {"made_layers": layers, "made_s": round(seconds, 3), "made_mib": round(size / 2**20, 1)}
 
@@ -211,7 +195,7 @@ class Engine:
         see("weights given up in sleep and loaded anew", 1)
         if llm.llm_engine.model_config.quantization is None:
             # Nothing tells a layer. Scales in FP8 go through the engine's loader.
-            llm.apply_model(lambda model: engine_models.fill(model, 2))
+            llm.apply_model(functools.partial(engine_models.fill, seed=2))
             llm.reset_prefix_cache()
             see("weights written in place", 2)
 
@@ -227,6 +211,33 @@ class Engine:
         finally:
             del self.llm
             gc.collect()
+
+
+# Functions for apply_model(), which another process may run.
+
+
+def watch_logits(model):
+    """The model keeps the last row of logits of its last pass that had any."""
+    original = model.compute_logits
+
+    def compute_logits(*arguments, **named):
+        out = original(*arguments, **named)
+        if out is not None and len(out):
+            model._last_logits = out[-1].float().cpu()
+        return out
+
+    model.compute_logits = compute_logits
+
+
+def last_logits(model):
+    return model._last_logits
+
+
+def account(model):
+    """What Switchyard's layers of a process took."""
+    from switchyard._serving import made
+
+    return made.layers, made.seconds, made.bytes
 
 
 def zeroed(cls, at_once=False):

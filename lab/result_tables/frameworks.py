@@ -81,14 +81,18 @@ def engines_table():
             gains.append("–" if gain is None else f"**{gain:.2f} ×**")
             shares.append("–" if part is None or part <= 0 else f"{part:.0%}")
         lines.append("| best other / switchyard | " + " | ".join(gains) + " | |")
-        lines.append("| experts' share of the time | " + " | ".join(shares) + " | |")
+        if any(share != "–" for share in shares):
+            lines.append("| experts' share of the time | " + " | ".join(shares) + " | |")
         row = next((r for r in rows if r["backend"] == "switchyard"), rows[0])
         made = (f" Switchyard's {row['made_layers']} layers took {row['made_s']:.2f} s of the start and "
                 f"{row['made_mib']:.0f} MiB." if "made_s" in row else "")
+        machine = machine if " x " in machine else f"one {machine}"
+        rate = "" if "requests/s" not in titles else ", and requests of 512 tokens in and 128 out with 64 under way"
+        ranks = "" if topology == "1" else " Batches and prompts are those of each rank, times those of the slower one."
         text += ["\n".join(lines),
-                 f"{engine} {row['version']}, one {machine}, {row['layers']} layers, topology {topology}, torch "
+                 f"{engine} {row['version']}, {machine}, {row['layers']} layers, topology {topology}, torch "
                  f"{row['torch']}, commit {row['commit']}. Milliseconds a token after a prompt of 128, milliseconds to "
-                 f"the first token, and requests of 512 tokens in and 128 out with 64 under way.{made}"]
+                 f"the first token{rate}.{ranks}{made}"]
     return "\n\n".join(text)
 
 

@@ -1,6 +1,7 @@
 """bench/engines.py without an engine: the weights that it fills in, and the comparison that must find a wrong token."""
 
 import json
+import pickle
 import random
 import sys
 from types import SimpleNamespace
@@ -145,6 +146,30 @@ def test_engines_of_several_ranks():
     assert engine_ranks.joined_times([first, second]) == {
         (8, 128): {"tpot_ms": 2.5, "times_ms": [2.5, 3.0], "tokens_per_s": 190.0}
     }
+
+
+class OtherProcess:
+    """vLLM's engine where its worker is a process: what is sent there is pickled."""
+
+    def __init__(self):
+        self.model = SimpleNamespace(compute_logits=lambda rows: rows)
+
+    def apply_model(self, function):
+        return [pickle.loads(pickle.dumps(function))(self.model)]
+
+    def generate(self, prompts, *sampling, **named):
+        self.model.compute_logits(torch.tensor([[0.0, 0.0], [float(len(prompts[0]["prompt_token_ids"])), 1.0]]))
+        self.model.compute_logits(None)  # of a pass in which this rank had no token
+
+
+def test_logits_of_a_worker_in_another_process(monkeypatch):
+    import engine_vllm
+
+    monkeypatch.setattr(engine_vllm.Engine, "greedy", staticmethod(lambda *arguments: None))
+    engine = object.__new__(engine_vllm.Engine)
+    engine.llm, engine.torch, engine._watched = OtherProcess(), torch, False
+    assert engine.first_logits([[1, 2, 3], [4]]).tolist() == [[3.0, 1.0], [1.0, 1.0]]
+    assert engine.made().keys() == {"made_layers", "made_s", "made_mib"}
 
 
 def tokens(seed, noise=0.0, changed=None):
