@@ -145,6 +145,7 @@ def test_the_script_fails_with_the_line(tmp_path):
     shutil.copytree(ROOT / "scripts", scripts, ignore=shutil.ignore_patterns("__pycache__"))
     include.mkdir(parents=True)
     (tmp_path / "python" / "switchyard").mkdir(parents=True)
+    (tmp_path / "src" / "c_api").mkdir(parents=True)
 
     def run(*arguments):
         script = [sys.executable, str(scripts / "abi.py"), *arguments]
@@ -187,3 +188,70 @@ def test_structs_and_numbers_are_those_of_the_header(tmp_path):
     subprocess.run([compiler, "-I", str(ROOT / "include"), str(source), "-o", str(program)], check=True)
     found = subprocess.run([str(program)], capture_output=True, text=True, check=True).stdout.split()
     assert dict(zip(wanted, map(int, found))) == wanted
+
+
+# What breaks programs that were compiled before, each as a change of the header, with words of the message.
+BREAKING = {
+    "a signature": (r"(SY_API sy_status sy_world_barrier\(sy_world\* world)\)", r"\1, int32_t times)", "sy_world_barrier was"),
+    "a handle's type": (r"sy_layer_check\(sy_layer\* layer\)", "sy_layer_check(sy_world* layer)", "sy_layer_check was"),
+    "a function that goes": (r"SY_API sy_status sy_world_barrier\([^;]*;", "", "sy_world_barrier was .*, and is gone"),
+    "an enumerator": (r"SY_TIMEOUT = 10,", "SY_TIMEOUT = 110,", "TIMEOUT was 10, and is 110"),
+    "a field before others": (r"(typedef struct sy_layer_info \{\s+uint32_t struct_size;)", r"\1 int32_t new_one;", "sy_layer_info.backend was"),
+    "a field's type": (r"(typedef struct sy_layer_info \{[^}]*)int32_t num_threads;", r"\1int64_t num_threads;", "sy_layer_info.num_threads was"),
+    "a struct within others": (r"\} sy_tensor;", "int64_t new_one; } sy_tensor;", "sy_tensor has no struct_size"),
+    "a callback": (r"(typedef int32_t \(\*sy_interrupt_check\)\()void", r"\1int32_t a", "sy_interrupt_check was"),
+}  # fmt: skip
+HARMLESS = {
+    "a function": (r"\ntypedef struct sy_world sy_world;", r"\g<0>\nSY_API sy_status sy_new(sy_world* world);"),
+    "a field at the end": (r"\} sy_layer_info;", "int32_t new_one; } sy_layer_info;"),
+    "an enumerator": (r"SY_INTERRUPTED = 15", "SY_INTERRUPTED = 15, SY_NEW = 16"),
+    "a name for a reserved field": (r"(typedef struct sy_python \{[^}]*)uint32_t reserved;", r"\1int32_t named;"),
+}
+
+
+def changed(pattern, replacement):
+    text, count = re.subn(pattern, replacement, HEADER.read_text())
+    assert count == 1
+    return text
+
+
+def tree_with(directory, header):
+    """Scripts and what they make of the header, beside another header."""
+    for path in ("scripts/abi.py", "scripts/generated.py", "python/switchyard/_abi.py", "src/c_api/abi.json"):
+        (directory / path).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / path, directory / path)
+    (directory / "include/switchyard").mkdir(parents=True)
+    (directory / "include/switchyard/c.h").write_text(header)
+    return directory
+
+
+def run_abi(tree, *words):
+    return subprocess.run([sys.executable, tree / "scripts/abi.py", *words], capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("change", BREAKING)
+def test_a_break_needs_another_number(tmp_path, change):
+    pattern, replacement, words = BREAKING[change]
+    header = changed(pattern, replacement)
+    tree = tree_with(tmp_path, header)
+    description = (tree / "src/c_api/abi.json").read_bytes()
+    for arguments in ((), ("--check",)):
+        done = run_abi(tree, *arguments)
+        assert done.returncode == 1 and "raise SY_ABI_VERSION" in done.stderr, done
+        assert re.search(words, done.stdout), done.stdout
+    assert (tree / "src/c_api/abi.json").read_bytes() == description
+    number = re.search(r"#define SY_ABI_VERSION (\d+)u", header)
+    raised = header.replace(number[0], f"#define SY_ABI_VERSION {int(number[1]) + 1}u")
+    (tree / "include/switchyard/c.h").write_text(raised)
+    assert run_abi(tree).returncode == 0 and run_abi(tree, "--check").returncode == 0
+    (tree / "include/switchyard/c.h").write_text(header)
+    done = run_abi(tree)
+    assert done.returncode == 1 and f"SY_ABI_VERSION was {int(number[1]) + 1}" in done.stdout
+
+
+@pytest.mark.parametrize("change", HARMLESS)
+def test_what_breaks_nothing_needs_no_other_number(tmp_path, change):
+    tree = tree_with(tmp_path, changed(*HARMLESS[change]))
+    done = run_abi(tree, "--check")
+    assert done.returncode == 1 and "is not what scripts/abi.py makes" in done.stdout
+    assert run_abi(tree).returncode == 0 and run_abi(tree, "--check").returncode == 0
