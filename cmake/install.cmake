@@ -3,6 +3,13 @@
 if(SKBUILD)
   install(TARGETS switchyard_c LIBRARY DESTINATION switchyard/lib NAMELINK_SKIP COMPONENT python)
   install(TARGETS switchyard_cli DESTINATION switchyard/bin COMPONENT python)
+  if(SWITCHYARD_PORTABLE)
+    install(DIRECTORY ${SWITCHYARD_PORTABLE}/licenses DESTINATION switchyard COMPONENT python)
+    if(SWITCHYARD_HAS_GPU)
+      file(GLOB license ${SWITCHYARD_CUTLASS_INCLUDE}/../../../*.dist-info/licenses/LICENSE.txt)
+      install(FILES ${license} DESTINATION switchyard/licenses RENAME nvidia-cutlass COMPONENT python)
+    endif()
+  endif()
 endif()
 
 include(CMakePackageConfigHelpers)

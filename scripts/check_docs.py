@@ -26,9 +26,9 @@ HEADLESS = 2
 HEADLESS_ROOMS = ["src", "include", "lab", "python", "bench", "examples", "fuzz",
                   *sorted(f"tests/{room.name}" for room in (ROOT / "tests").iterdir() if room.name != "python")]
 HEADLESS_COMMENT = re.compile(r"(//|#)\s+(Of|Those|Who|Whoever|What|That) [a-z]+ ")
-CODE = ["src", "include", "lab", "tests", "bench", "examples", "fuzz", "scripts", "cmake", "run", "test", "CMakeLists.txt"]
+CODE = ["src", "include", "lab", "tests", "bench", "examples", "fuzz", "scripts", "cmake", "packaging", "run", "test", "CMakeLists.txt"]
 CODE_SUFFIXES = {".h", ".c", ".cpp", ".cu", ".cuh", ".py", ".sh", ".cmake", ".txt", ""}
-TREE = r"(?:src|include|lab|tests|bench|examples|fuzz|scripts|cmake|docs|results)/"
+TREE = r"(?:src|include|lab|tests|bench|examples|fuzz|scripts|cmake|packaging|docs|results)/"
 
 faults = []
 

@@ -1,9 +1,8 @@
 #!/usr/bin/env bash
-# Makes the files of a release: the wheel, the source archive of the commit, what the wheel is made of (CycloneDX), and
-# checksums.
+# Makes the files of a release: wheels, the source archive of the commit, what the wheels are made of (CycloneDX), and
+# checksums. The wheel in cpu/ has no GPU engine. The one in cuda/, made if nvcc is there, serves both kinds of machine.
 #   scripts/release.sh [--wheels DIRECTORY] [OUTPUT_DIRECTORY]      (default build/release)
-# --wheels: takes the wheels of scripts/wheel.sh that are there, in place of building one.
-# The wheel has the GPU engine if nvcc is there, and needs the glibc of this machine or a newer one.
+# --wheels: takes the wheel of scripts/wheel.sh that is there, in place of building some.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -26,17 +25,19 @@ version=$(sed -n 's/^project(switchyard VERSION \([0-9.]*\).*/\1/p' CMakeLists.t
 rm -rf "$out"
 mkdir -p "$out"
 if [ -z "$wheels" ]; then
-  scripts/wheel.sh "$out"
+  scripts/wheel.sh --cpu "$out/cpu"
+  ! command -v "${CUDACXX:-nvcc}" >/dev/null || scripts/wheel.sh "$out/cuda"
 else
   cp "$wheels"/switchyard_moe-*.whl "$out/"
 fi
-for wheel in "$out"/*.whl; do
+while read -r wheel; do
   case $(basename "$wheel") in
     "switchyard_moe-$version-"*) ;;
     *) echo "release.sh: $wheel is not of version $version, as CMakeLists.txt has it; make it anew" >&2; exit 1 ;;
   esac
   scripts/sbom.py "$wheel" "${wheel%.whl}.cdx.json"
-done
+done < <(find "$out" -name '*.whl')
+sums=$(mktemp)
 git archive --format=tar.gz --prefix="switchyard-$version/" -o "$out/switchyard-$version.tar.gz" HEAD
-(cd "$out" && sha256sum -- * >SHA256SUMS)
-(cd "$out" && ls -l --block-size=kB)
+(cd "$out" && find . -type f -printf '%P\0' | sort -z | xargs -0 sha256sum -- >"$sums" && mv "$sums" SHA256SUMS)
+(cd "$out" && find . -type f -printf '%s %P\n')

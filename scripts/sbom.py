@@ -1,14 +1,15 @@
 #!/usr/bin/env python3
-"""Writes what a wheel is made of, as CycloneDX: the libraries that auditwheel found, and the headers that are compiled in.
+"""Writes what a wheel is made of, as CycloneDX: the libraries that it carries, and what is compiled or linked into its own.
 
     scripts/sbom.py WHEEL OUTPUT
 
-The versions of headers are those of this machine's packages, so run it where the wheel was built.
+The versions of Debian's packages are those of this machine's packages, so run it where the wheel was built.
 
-Exit codes: 0 done; 2 a wheel that scripts/wheel.sh did not make, or a header package without a version here.
+Exit codes: 0 done; 2 a wheel that scripts/wheel.sh did not make, or a package without a version here.
 """
 
 import json
+import os
 import pathlib
 import re
 import subprocess
@@ -17,7 +18,8 @@ import zipfile
 
 from generated import ROOT
 
-HEADERS = ["nlohmann-json3-dev", "libcli11-dev", "libeigen3-dev"]
+# Headers, and static libraries.
+COMPILED_IN = ["nlohmann-json3-dev", "libcli11-dev", "libeigen3-dev", "libfmt-dev", "libssl-dev"]
 
 
 def unusable(text):
@@ -40,23 +42,36 @@ def cutlass_component():
     return {"type": "library", "bom-ref": purl, "name": "nvidia-cutlass", "version": version, "purl": purl}
 
 
+def cuda_component():
+    """The CUDA runtime, which is linked statically."""
+    told = subprocess.run([os.environ.get("CUDACXX", "nvcc"), "--version"], capture_output=True, text=True, check=True).stdout
+    version = re.search(r"\bV([0-9.]+)", told)[1]
+    purl = f"pkg:generic/cuda-cudart@{version}"
+    return {"type": "library", "bom-ref": purl, "name": "cuda-cudart", "version": version, "purl": purl}
+
+
 def bill_of(wheel):
     try:
         with zipfile.ZipFile(wheel) as archive:
-            names = archive.namelist()
-            told = next(name for name in names if name.endswith("/sboms/auditwheel.cdx.json"))
-            library = next(name for name in names if name.endswith("/libswitchyard_c.so"))
-            bill = json.loads(archive.read(told))
-            has_kernels = b".nv_fatbin" in archive.read(library)
-    except (OSError, zipfile.BadZipFile, StopIteration) as problem:
+            carried = json.loads(archive.read("switchyard/licenses/components.json"))
+            has_kernels = b".nv_fatbin" in archive.read("switchyard/lib/libswitchyard_c.so")
+    except (OSError, zipfile.BadZipFile, KeyError) as problem:
         unusable(f"{wheel} is no wheel of scripts/wheel.sh ({problem!r}); make one by it")
-    compiled_in = [debian_component(package) for package in HEADERS]
+    gcc = subprocess.run(["g++", "-dumpversion"], capture_output=True, text=True, check=True).stdout.strip()
+    components = carried + [debian_component(package) for package in [*COMPILED_IN, f"libstdc++-{gcc}-dev"]]
     if has_kernels:
-        compiled_in.append(cutlass_component())
-    bill["components"] += compiled_in
-    bill["dependencies"][0]["dependsOn"] += [component["bom-ref"] for component in compiled_in]
-    bill["dependencies"] += [{"ref": component["bom-ref"]} for component in compiled_in]
-    return bill
+        components += [cutlass_component(), cuda_component()]
+    name, version = wheel.name.split("-")[:2]
+    purl = f"pkg:pypi/{name.replace('_', '-')}@{version}?file_name={wheel.name}"
+    references = [component["bom-ref"] for component in components]
+    return {
+        "bomFormat": "CycloneDX",
+        "specVersion": "1.4",
+        "version": 1,
+        "metadata": {"component": {"type": "library", "bom-ref": purl, "name": name, "version": version, "purl": purl}},
+        "components": components,
+        "dependencies": [{"ref": purl, "dependsOn": references}, *({"ref": reference} for reference in references)],
+    }
 
 
 def main():

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -14,14 +15,14 @@ import pytest
 from conftest import ROOT
 
 VERSION = re.search(r"project\(switchyard VERSION ([0-9.]+)", (ROOT / "CMakeLists.txt").read_text())[1]
-BILL = {"bomFormat": "CycloneDX", "components": [{"name": "libdnnl2"}], "dependencies": [{"ref": "wheel", "dependsOn": ["libdnnl2"]}]}
+CARRIED = [{"type": "library", "bom-ref": "pkg:pypi/onednn-cpu-gomp@1", "name": "onednn-cpu-gomp", "version": "1"}]
 
 
 def wheel_of(directory, version=VERSION, library=b"ELF"):
     directory.mkdir(exist_ok=True)
-    path = directory / f"switchyard_moe-{version}-py3-none-manylinux_2_34_x86_64.whl"
+    path = directory / f"switchyard_moe-{version}-py3-none-manylinux_2_28_x86_64.whl"
     with zipfile.ZipFile(path, "w") as archive:
-        archive.writestr(f"switchyard_moe-{version}.dist-info/sboms/auditwheel.cdx.json", json.dumps(BILL))
+        archive.writestr("switchyard/licenses/components.json", json.dumps(CARRIED))
         archive.writestr("switchyard/lib/libswitchyard_c.so", library)
     return path
 
@@ -60,11 +61,15 @@ def test_a_release_has_wheel_sources_bill_and_checksums(tmp_path):
 @pytest.mark.parametrize("library, has_cutlass", [(b"ELF", False), (b"ELF .nv_fatbin", True)])
 def test_the_bill_has_the_headers_that_are_compiled_in(tmp_path, library, has_cutlass):
     output = tmp_path / "bill.json"
-    subprocess.run([sys.executable, ROOT / "scripts/sbom.py", wheel_of(tmp_path, library=library), output], check=True)
+    compiler = tmp_path / "nvcc"
+    compiler.write_text("#!/bin/sh\necho Cuda compilation tools, release 13.0, V13.0.88\n")
+    compiler.chmod(0o755)
+    script = [sys.executable, ROOT / "scripts/sbom.py", wheel_of(tmp_path, library=library), output]
+    subprocess.run(script, check=True, env=os.environ | {"CUDACXX": str(compiler)})
     bill = json.loads(output.read_text())
     names = {component["name"] for component in bill["components"]}
-    assert {"libdnnl2", "nlohmann-json3-dev", "libcli11-dev", "libeigen3-dev"} <= names
-    assert ("nvidia-cutlass" in names) == has_cutlass
+    assert {"onednn-cpu-gomp", "libssl-dev", "libfmt-dev", "nlohmann-json3-dev", "libcli11-dev", "libeigen3-dev"} <= names
+    assert ("nvidia-cutlass" in names) == ("cuda-cudart" in names) == has_cutlass
     assert len(bill["dependencies"][0]["dependsOn"]) == len(names)
 
 
