@@ -44,7 +44,7 @@ extern "C" {
 // way round. Compare with sy_abi_version() when the library is loaded.
 #define SY_ABI_VERSION 2u
 SY_API uint32_t sy_abi_version(void);
-// The version of Switchyard, e.g. "0.1.0".
+// The version of Switchyard, e.g. "0.2.0".
 SY_API const char* sy_version(void);
 // 1 if this build has the GPU engine.
 SY_API int32_t sy_has_cuda(void);

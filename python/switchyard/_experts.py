@@ -76,7 +76,7 @@ class Experts(Handle):
     diagnostics : Diagnostics, optional
         What it records, and how long it waits.
     **renamed
-        Fields of those four by the names that they had here in 0.1.0: they go with the next release, and a
+        Fields of those four by the names that they had here in 0.1.0: they go with 0.3, and a
         DeprecationWarning names the new form.
 
     Raises

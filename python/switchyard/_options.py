@@ -284,7 +284,7 @@ def with_new_names(options: dict[str, Any]) -> dict[str, Any]:
         form = f"{of}={KINDS[of].__name__}({field}=...)"
         if of in new:
             raise InvalidArgument(f"{name} is {value!r}, but {of} is given, too; leave {name} out, and pass {form}")
-        warnings.warn(f"{name}= of Experts goes with the next release; pass {form}", DeprecationWarning, stacklevel=3)
+        warnings.warn(f"{name}= of Experts goes with 0.3; pass {form}", DeprecationWarning, stacklevel=3)
     for of, kind in KINDS.items():
         if of in new and not isinstance(new[of], kind):
             raise InvalidArgument(f"{of} is {new[of]!r}; pass a switchyard.{kind.__name__}, or None")

@@ -29,7 +29,7 @@ for variable in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
 
 def pytest_configure(config):
     # The package, its plugins, documents and examples use the names of today.
-    config.addinivalue_line("filterwarnings", "error:.* of Experts goes with the next release:DeprecationWarning")
+    config.addinivalue_line("filterwarnings", "error:.* of Experts goes with 0.3:DeprecationWarning")
 
 
 def scripts():

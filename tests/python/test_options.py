@@ -88,7 +88,7 @@ def test_every_option_has_an_old_name_or_is_new():
 def test_an_old_name_works_and_warns(name):
     value = OLD[name]
     of, field = _options.RENAMED[name]
-    form = rf"{name}= of Experts goes with the next release; pass {of}={KINDS[of].__name__}\({field}=...\)"
+    form = rf"{name}= of Experts goes with 0.3; pass {of}={KINDS[of].__name__}\({field}=...\)"
     with pytest.warns(DeprecationWarning, match=form) as caught:
         old = make(**{name: value})
     assert [warning.filename for warning in caught] == [__file__]
