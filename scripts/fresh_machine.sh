@@ -1,37 +1,50 @@
 #!/usr/bin/env bash
 # Does what README says on a machine where nothing is installed: a fresh root file system of a Debian release, in which
-# README's first commands, ./run and ./test run one after the other.
-#   scripts/fresh_machine.sh [--steps "install run test"] [--keep] [RELEASE...]     default: bookworm trixie
+# README's first commands, ./run, those from C++, scripts/reproduce.py and ./test run one after the other.
+#   scripts/fresh_machine.sh [--steps "install run cpp reproduce test"] [--wheel FILE] [--keep] [RELEASE...]
+# Releases are bookworm and trixie unless given.
+# --wheel: copies that wheel and scripts/try_wheel.sh into the root, and no sources; the only step is to try it with the
+# release's Python (sid has a newer one).
 # Needs root and debootstrap, and 12 GB in build/fresh, which --keep leaves there. Packages come from this machine's own
 # sources of apt and pip. The logs are build/fresh/RELEASE.log.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 fail() { echo "fresh_machine: $1" >&2; exit "${2:-1}"; }
-steps="install run test"
+steps="install run cpp reproduce test"
 keep=
+wheel=
 releases=()
 while [ $# -gt 0 ]; do
   case $1 in
     --steps) [ $# -ge 2 ] || fail "--steps needs steps" 2; steps=$2; shift ;;
+    --wheel) [ $# -ge 2 ] && [ -e "$2" ] || fail "--wheel needs a file" 2; wheel=$2; shift ;;
     --keep) keep=yes ;;
-    -*) fail "unknown option '$1'; use --steps or --keep" 2 ;;
+    -*) fail "unknown option '$1'; use --steps, --wheel or --keep" 2 ;;
     *) releases+=("$1") ;;
   esac
   shift
 done
 [ ${#releases[@]} -gt 0 ] || releases=(bookworm trixie)
 for step in $steps; do
-  case $step in install|run|test) ;; *) fail "unknown step '$step'; use install, run or test" 2 ;; esac
+  case $step in
+    install|run|cpp|test|reproduce) ;;
+    test:*) ;;
+    *) fail "unknown step '$step'; use install, run, cpp, reproduce, test or test:STEP (a step of ./test)" 2 ;;
+  esac
 done
+[ -z "$wheel" ] || steps=wheel
 [ "$(id -u)" = 0 ] || fail "making a root file system needs root"
 command -v debootstrap >/dev/null || fail "there is no debootstrap; run 'apt-get install debootstrap'"
 mirror=$(apt-get indextargets --format '$(REPO_URI)' 'Created-By: Packages' 'Origin: Debian' 'Label: Debian' | head -1)
 [ -n "$mirror" ] || fail "apt has no source of Debian's packages; run 'apt-get update'"
 
-# What README tells a user to type: the first block of commands behind its mark.
-readme_commands() { sed -n '/^<!-- install -->$/,/^```$/p' README.md | sed '1,2d;$d'; }
-[ -n "$(readme_commands)" ] || fail "README.md has no commands behind its mark"
+# readme_commands MARK: what README tells a user to type, the first block of commands behind that mark.
+readme_commands() { sed -n "/^<!-- $1 -->\$/,/^\`\`\`\$/p" README.md | sed '1,2d;$d'; }
+for mark in install "install from C++"; do
+  [ -n "$(readme_commands "$mark")" ] || fail "README.md has no commands behind its mark '$mark'"
+done
+grep -q '^scripts/reproduce.py all ' README.md || fail "README.md has no command 'scripts/reproduce.py all'"
 
 # make_root DIRECTORY RELEASE
 make_root() {
@@ -46,7 +59,11 @@ make_root() {
   cp "${PIP_CERT:-/etc/ssl/certs/ca-certificates.crt}" "$1/etc/machine-certificates.crt" 2>/dev/null || true
   cp /etc/pip.conf "$1/etc/" 2>/dev/null || true
   mkdir "$1/switchyard"
-  git archive HEAD | tar -x -C "$1/switchyard"
+  if [ -n "$wheel" ]; then
+    cp "$wheel" scripts/try_wheel.sh "$1/switchyard/"
+  else
+    git archive HEAD | tar -x -C "$1/switchyard"
+  fi
   {
     echo 'set -euo pipefail; cd /switchyard'
     # Processor time of children, which `times` has on its second line.
@@ -54,9 +71,17 @@ make_root() {
     for step in $steps; do
       echo "say $step"
       case $step in
-        install) readme_commands; echo 'deactivate' ;;
+        install) readme_commands install; echo 'deactivate' ;;
+        # And a program of a user's, over the checkpoint that ./run has made.
+        cpp) readme_commands "install from C++"
+             echo 'cmake -S examples/forward -B /example -G Ninja && cmake --build /example && /example/forward build/olmoe-1-layer 0' ;;
         run) echo './run' ;;
         test) echo './test' ;;
+        test:*) echo "./test ${step#test:}" ;;
+        reproduce) echo '. .venv/bin/activate && scripts/reproduce.py all && deactivate' ;;
+        # Of the release come Python and what its virtual environments need, and no library that the wheel could miss.
+        wheel) echo 'apt-get update -qq && apt-get install -y -qq --no-install-recommends python3-venv'
+               echo './try_wheel.sh ./*.whl' ;;
       esac
     done
     echo 'say "all passed"'
