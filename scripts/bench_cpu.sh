@@ -21,7 +21,10 @@ result = json.load(open(source))
 for key in ("host_name", "executable"):
     result["context"].pop(key, None)
 result["switchyard"] = {"machine": machine, "commit": commit, "command": command}
-json.dump(result, open(target, "w"), indent=1)
+parts = {name: json.dumps(part) for name, part in result.items()}
+parts["benchmarks"] = "[\n" + ",\n".join(map(json.dumps, result["benchmarks"])) + "\n]"
+with open(target, "w") as file:
+    file.write("{\n" + ",\n".join(f'"{name}": {text}' for name, text in parts.items()) + "\n}\n")
 PY
 }
 mkdir -p results
