@@ -97,6 +97,12 @@ def signature(result, parameters):
     return f"{result} ({', '.join(types)})"
 
 
+def filled(items, indent):
+    """Items in lines of up to 116 columns, each of them in one piece."""
+    text = " ".join(item.replace(" ", "\xa0") for item in items)
+    return textwrap.fill(text, 116, initial_indent=indent, subsequent_indent=indent).replace("\xa0", " ")
+
+
 class Header:
     """What a header declares, as Python's text."""
 
@@ -171,8 +177,8 @@ class Header:
             elif text:
                 raise Unknown(line, text)
         base = "Sized" if ("struct_size", "c_uint32") in fields[:1] else "Structure"
-        listed = "".join(f'        ("{field}", {kind}),\n' for field, kind in fields)
-        self.types.append(f"\n\nclass {struct}({base}):\n    _fields_ = [\n{listed}    ]\n")
+        listed = filled((f'("{field}", {kind}),' for field, kind in fields), " " * 8)
+        self.types.append(f"\n\nclass {struct}({base}):\n    _fields_ = [\n{listed}\n    ]\n")
         self.kinds[name] = struct
 
     def read_callback(self, line, name, found):
@@ -213,7 +219,7 @@ def module_of(header):
     ]
     body = "".join([*header.constants, *header.types, *functions])
     names = sorted({"Structure", "sizeof", *re.findall(r"\bc_\w+|\bPOINTER\b|\bCFUNCTYPE\b", body)})
-    listed = textwrap.fill(", ".join(names), 116, initial_indent=" " * 4, subsequent_indent=" " * 4)
+    listed = filled((f"{name}," for name in names), " " * 4).removesuffix(",")
     return START.replace("@names@", listed) + body
 
 

@@ -90,18 +90,9 @@ FORM_EXPERTS = 5
 
 class Error(Sized):
     _fields_ = [
-        ("struct_size", c_uint32),
-        ("code", c_int32),
-        ("message", c_char_p),
-        ("wait_failed", c_int32),
-        ("waiter_rank", c_int32),
-        ("peer_rank", c_int32),
-        ("reserved", c_uint32),
-        ("phase", c_char_p),
-        ("epoch", c_uint64),
-        ("slot", c_uint64),
-        ("expected", c_uint64),
-        ("observed", c_uint64),
+        ("struct_size", c_uint32), ("code", c_int32), ("message", c_char_p), ("wait_failed", c_int32),
+        ("waiter_rank", c_int32), ("peer_rank", c_int32), ("reserved", c_uint32), ("phase", c_char_p),
+        ("epoch", c_uint64), ("slot", c_uint64), ("expected", c_uint64), ("observed", c_uint64),
         ("waited_seconds", c_double),
     ]
 
@@ -126,212 +117,108 @@ PythonRestore = CFUNCTYPE(None, c_void_p, c_void_p, c_void_p)
 
 class Python(Sized):
     _fields_ = [
-        ("struct_size", c_uint32),
-        ("reserved", c_uint32),
-        ("ensure", PythonEnsure),
-        ("release", PythonRelease),
-        ("check_signals", PythonCheckSignals),
-        ("fetch", PythonFetch),
-        ("restore", PythonRestore),
+        ("struct_size", c_uint32), ("reserved", c_uint32), ("ensure", PythonEnsure), ("release", PythonRelease),
+        ("check_signals", PythonCheckSignals), ("fetch", PythonFetch), ("restore", PythonRestore),
     ]
 
 
 class Tensor(Structure):
     _fields_ = [
-        ("data", c_void_p),
-        ("dtype", c_int32),
-        ("ndim", c_int32),
-        ("device_type", c_int32),
-        ("device_id", c_int32),
-        ("shape", c_int64 * 4),
-        ("strides", c_int64 * 4),
+        ("data", c_void_p), ("dtype", c_int32), ("ndim", c_int32), ("device_type", c_int32), ("device_id", c_int32),
+        ("shape", c_int64 * 4), ("strides", c_int64 * 4),
     ]
 
 
 class WorldOptions(Sized):
     _fields_ = [
-        ("struct_size", c_uint32),
-        ("reserved", c_uint32),
-        ("deadline_seconds", c_double),
-        ("rendezvous", c_char_p),
-        ("network_chunk_bytes", c_uint32),
-        ("network_window", c_uint32),
-        ("secret", c_char_p),
+        ("struct_size", c_uint32), ("reserved", c_uint32), ("deadline_seconds", c_double), ("rendezvous", c_char_p),
+        ("network_chunk_bytes", c_uint32), ("network_window", c_uint32), ("secret", c_char_p),
     ]
 
 
 class WorldInfo(Sized):
     _fields_ = [
-        ("struct_size", c_uint32),
-        ("rank", c_int32),
-        ("size", c_int32),
-        ("reserved", c_uint32),
-        ("deadline_seconds", c_double),
-        ("fabric", c_char_p),
+        ("struct_size", c_uint32), ("rank", c_int32), ("size", c_int32), ("reserved", c_uint32),
+        ("deadline_seconds", c_double), ("fabric", c_char_p),
     ]
 
 
 class Activation(Structure):
     _fields_ = [
-        ("kind", c_int32),
-        ("gated", c_int32),
-        ("alpha", c_float),
-        ("limit", c_float),
-        ("up_bias", c_float),
+        ("kind", c_int32), ("gated", c_int32), ("alpha", c_float), ("limit", c_float), ("up_bias", c_float),
         ("reserved", c_uint32),
     ]
 
 
 class Routing(Sized):
     _fields_ = [
-        ("struct_size", c_uint32),
-        ("method", c_int32),
-        ("score", c_int32),
-        ("top_k_before_score", c_int32),
-        ("renormalize", c_int32),
-        ("renormalize_epsilon", c_float),
-        ("has_correction_bias", c_int32),
-        ("num_groups", c_int32),
-        ("top_k_groups", c_int32),
-        ("group_score", c_int32),
-        ("scale", c_float),
+        ("struct_size", c_uint32), ("method", c_int32), ("score", c_int32), ("top_k_before_score", c_int32),
+        ("renormalize", c_int32), ("renormalize_epsilon", c_float), ("has_correction_bias", c_int32),
+        ("num_groups", c_int32), ("top_k_groups", c_int32), ("group_score", c_int32), ("scale", c_float),
         ("jitter_eps", c_float),
     ]
 
 
 class LayerSpec(Sized):
     _fields_ = [
-        ("struct_size", c_uint32),
-        ("hidden", c_int32),
-        ("intermediate", c_int32),
-        ("num_experts", c_int32),
-        ("top_k", c_int32),
-        ("router_bias", c_int32),
-        ("expert_bias", c_int32),
-        ("shared_intermediate", c_int32),
-        ("shared_sigmoid_gate", c_int32),
-        ("weight_on_input", c_int32),
-        ("capacity_factor", c_float),
-        ("capacity_rule", c_int32),
-        ("activation", Activation),
-        ("routing", POINTER(Routing)),
+        ("struct_size", c_uint32), ("hidden", c_int32), ("intermediate", c_int32), ("num_experts", c_int32),
+        ("top_k", c_int32), ("router_bias", c_int32), ("expert_bias", c_int32), ("shared_intermediate", c_int32),
+        ("shared_sigmoid_gate", c_int32), ("weight_on_input", c_int32), ("capacity_factor", c_float),
+        ("capacity_rule", c_int32), ("activation", Activation), ("routing", POINTER(Routing)),
     ]
 
 
 class Matrices(Structure):
     _fields_ = [
-        ("weight", Tensor),
-        ("scale", Tensor),
-        ("bias", Tensor),
-        ("scale_rows", c_int64),
-        ("scale_cols", c_int64),
+        ("weight", Tensor), ("scale", Tensor), ("bias", Tensor), ("scale_rows", c_int64), ("scale_cols", c_int64),
     ]
 
 
 class LayerWeights(Sized):
     _fields_ = [
-        ("struct_size", c_uint32),
-        ("reserved", c_uint32),
-        ("gate", Matrices),
-        ("up", Matrices),
-        ("down", Matrices),
-        ("router", Tensor),
-        ("router_bias", Tensor),
-        ("correction_bias", Tensor),
-        ("hash_table", Tensor),
-        ("shared_gate", Matrices),
-        ("shared_up", Matrices),
-        ("shared_down", Matrices),
-        ("shared_sigmoid", Tensor),
-        ("placement", Tensor),
-        ("gate_zero", Tensor),
-        ("up_zero", Tensor),
-        ("down_zero", Tensor),
+        ("struct_size", c_uint32), ("reserved", c_uint32), ("gate", Matrices), ("up", Matrices), ("down", Matrices),
+        ("router", Tensor), ("router_bias", Tensor), ("correction_bias", Tensor), ("hash_table", Tensor),
+        ("shared_gate", Matrices), ("shared_up", Matrices), ("shared_down", Matrices), ("shared_sigmoid", Tensor),
+        ("placement", Tensor), ("gate_zero", Tensor), ("up_zero", Tensor), ("down_zero", Tensor),
     ]
 
 
 class LayerOptions(Sized):
     _fields_ = [
-        ("struct_size", c_uint32),
-        ("backend", c_int32),
-        ("max_tokens", c_int32),
-        ("num_threads", c_int32),
-        ("device", c_int32),
-        ("reserved_sms", c_int32),
-        ("compute", c_int32),
-        ("trace", c_int32),
-        ("no_cooperative_launch", c_int32),
-        ("bad_ids", c_int32),
-        ("large_ids_are_none", c_int32),
-        ("workspace_slot", c_int32),
-        ("deadline_seconds", c_double),
-        ("workspace", c_void_p),
-        ("share_memory_with", c_void_p),
-        ("recorded_steps", c_int32),
-        ("pre_sum_per_host", c_int32),
-        ("name", c_char_p),
-        ("table_file", c_char_p),
+        ("struct_size", c_uint32), ("backend", c_int32), ("max_tokens", c_int32), ("num_threads", c_int32),
+        ("device", c_int32), ("reserved_sms", c_int32), ("compute", c_int32), ("trace", c_int32),
+        ("no_cooperative_launch", c_int32), ("bad_ids", c_int32), ("large_ids_are_none", c_int32),
+        ("workspace_slot", c_int32), ("deadline_seconds", c_double), ("workspace", c_void_p),
+        ("share_memory_with", c_void_p), ("recorded_steps", c_int32), ("pre_sum_per_host", c_int32),
+        ("name", c_char_p), ("table_file", c_char_p),
     ]
 
 
 class Forward(Sized):
     _fields_ = [
-        ("struct_size", c_uint32),
-        ("accumulate", c_int32),
-        ("out_scale", c_float),
-        ("reserved", c_uint32),
-        ("stream", c_void_p),
-        ("x", Tensor),
-        ("topk_ids", Tensor),
-        ("topk_weights", Tensor),
-        ("out", Tensor),
-        ("x_scale", Tensor),
-        ("logits", Tensor),
-        ("token_ids", Tensor),
-        ("ids_out", Tensor),
+        ("struct_size", c_uint32), ("accumulate", c_int32), ("out_scale", c_float), ("reserved", c_uint32),
+        ("stream", c_void_p), ("x", Tensor), ("topk_ids", Tensor), ("topk_weights", Tensor), ("out", Tensor),
+        ("x_scale", Tensor), ("logits", Tensor), ("token_ids", Tensor), ("ids_out", Tensor),
         ("weights_out", Tensor),
     ]
 
 
 class LayerInfo(Sized):
     _fields_ = [
-        ("struct_size", c_uint32),
-        ("backend", c_int32),
-        ("compute", c_int32),
-        ("num_threads", c_int32),
-        ("workspace_bytes", c_uint64),
-        ("max_tokens", c_int32),
-        ("device", c_int32),
-        ("hidden", c_int32),
-        ("intermediate", c_int32),
-        ("num_experts", c_int32),
-        ("top_k", c_int32),
-        ("has_router", c_int32),
-        ("shared_intermediate", c_int32),
-        ("activation", Activation),
-        ("copies", c_int32),
+        ("struct_size", c_uint32), ("backend", c_int32), ("compute", c_int32), ("num_threads", c_int32),
+        ("workspace_bytes", c_uint64), ("max_tokens", c_int32), ("device", c_int32), ("hidden", c_int32),
+        ("intermediate", c_int32), ("num_experts", c_int32), ("top_k", c_int32), ("has_router", c_int32),
+        ("shared_intermediate", c_int32), ("activation", Activation), ("copies", c_int32),
     ]
 
 
 class Stats(Sized):
     _fields_ = [
-        ("struct_size", c_uint32),
-        ("num_experts", c_int32),
-        ("tokens_per_expert", POINTER(c_int64)),
-        ("epoch", c_uint64),
-        ("tokens", c_int64),
-        ("dropped_slots", c_int64),
-        ("nan_logits", c_int64),
-        ("nan_tokens", c_int64),
-        ("bad_slots", c_int64),
-        ("dispatch_bytes", c_uint64),
-        ("combine_bytes", c_uint64),
-        ("signal_bytes", c_uint64),
-        ("heap_bytes_used", c_uint64),
-        ("heap_bytes_reserved", c_uint64),
-        ("workspace_bytes_used", c_uint64),
-        ("gate_seconds", c_double),
-        ("plan_seconds", c_double),
+        ("struct_size", c_uint32), ("num_experts", c_int32), ("tokens_per_expert", POINTER(c_int64)),
+        ("epoch", c_uint64), ("tokens", c_int64), ("dropped_slots", c_int64), ("nan_logits", c_int64),
+        ("nan_tokens", c_int64), ("bad_slots", c_int64), ("dispatch_bytes", c_uint64), ("combine_bytes", c_uint64),
+        ("signal_bytes", c_uint64), ("heap_bytes_used", c_uint64), ("heap_bytes_reserved", c_uint64),
+        ("workspace_bytes_used", c_uint64), ("gate_seconds", c_double), ("plan_seconds", c_double),
         ("total_seconds", c_double),
     ]
 
@@ -344,352 +231,192 @@ WorkspaceOptionsRelease = CFUNCTYPE(None, c_void_p, c_void_p)
 
 class WorkspaceOptions(Sized):
     _fields_ = [
-        ("struct_size", c_uint32),
-        ("backend", c_int32),
-        ("max_tokens", c_int32),
-        ("compute", c_int32),
-        ("slots", c_int32),
-        ("num_threads", c_int32),
-        ("device", c_int32),
-        ("reserved_sms", c_int32),
-        ("allocate", WorkspaceOptionsAllocate),
-        ("release", WorkspaceOptionsRelease),
-        ("user", c_void_p),
-        ("pre_sum_per_host", c_int32),
-        ("reserved", c_uint32),
+        ("struct_size", c_uint32), ("backend", c_int32), ("max_tokens", c_int32), ("compute", c_int32),
+        ("slots", c_int32), ("num_threads", c_int32), ("device", c_int32), ("reserved_sms", c_int32),
+        ("allocate", WorkspaceOptionsAllocate), ("release", WorkspaceOptionsRelease), ("user", c_void_p),
+        ("pre_sum_per_host", c_int32), ("reserved", c_uint32),
     ]
 
 
 class WorkspaceInfo(Sized):
     _fields_ = [
-        ("struct_size", c_uint32),
-        ("backend", c_int32),
-        ("slots", c_int32),
-        ("released", c_int32),
+        ("struct_size", c_uint32), ("backend", c_int32), ("slots", c_int32), ("released", c_int32),
         ("bytes", c_uint64),
     ]
 
 
 class TopkCall(Sized):
     _fields_ = [
-        ("struct_size", c_uint32),
-        ("top_k", c_int32),
-        ("stream", c_void_p),
-        ("routing", POINTER(Routing)),
-        ("logits", Tensor),
-        ("correction_bias", Tensor),
-        ("ids", Tensor),
-        ("weights", Tensor),
+        ("struct_size", c_uint32), ("top_k", c_int32), ("stream", c_void_p), ("routing", POINTER(Routing)),
+        ("logits", Tensor), ("correction_bias", Tensor), ("ids", Tensor), ("weights", Tensor),
     ]
 
 
 class RowLayout(Structure):
     _fields_ = [
-        ("kind", c_int32),
-        ("reserved", c_uint32),
-        ("size", c_int64),
+        ("kind", c_int32), ("reserved", c_uint32), ("size", c_int64),
     ]
 
 
 class GroupedGemmSpec(Sized):
     _fields_ = [
-        ("struct_size", c_uint32),
-        ("has_epilogue", c_int32),
-        ("epilogue", Activation),
-        ("order", c_int32),
-        ("reserved", c_uint32),
-        ("weights", Matrices),
+        ("struct_size", c_uint32), ("has_epilogue", c_int32), ("epilogue", Activation), ("order", c_int32),
+        ("reserved", c_uint32), ("weights", Matrices),
     ]
 
 
 class GroupedGemmOptions(Sized):
     _fields_ = [
-        ("struct_size", c_uint32),
-        ("backend", c_int32),
-        ("max_rows", c_int32),
-        ("num_threads", c_int32),
-        ("device", c_int32),
-        ("reserved_sms", c_int32),
-        ("compute", c_int32),
-        ("reserved", c_uint32),
-        ("tile_rows", c_int32),
-        ("stages", c_int32),
-        ("paired", c_int32),
-        ("band", c_int32),
-        ("splits", c_int32),
-        ("reserved2", c_uint32),
-        ("table_file", c_char_p),
+        ("struct_size", c_uint32), ("backend", c_int32), ("max_rows", c_int32), ("num_threads", c_int32),
+        ("device", c_int32), ("reserved_sms", c_int32), ("compute", c_int32), ("reserved", c_uint32),
+        ("tile_rows", c_int32), ("stages", c_int32), ("paired", c_int32), ("band", c_int32), ("splits", c_int32),
+        ("reserved2", c_uint32), ("table_file", c_char_p),
     ]
 
 
 class GroupedGemmInfo(Sized):
     _fields_ = [
-        ("struct_size", c_uint32),
-        ("backend", c_int32),
-        ("compute", c_int32),
-        ("num_threads", c_int32),
-        ("num_experts", c_int32),
-        ("n", c_int32),
-        ("k", c_int32),
-        ("output_columns", c_int32),
-        ("max_rows", c_int32),
-        ("copies", c_int32),
+        ("struct_size", c_uint32), ("backend", c_int32), ("compute", c_int32), ("num_threads", c_int32),
+        ("num_experts", c_int32), ("n", c_int32), ("k", c_int32), ("output_columns", c_int32),
+        ("max_rows", c_int32), ("copies", c_int32),
     ]
 
 
 class GroupedGemmCall(Sized):
     _fields_ = [
-        ("struct_size", c_uint32),
-        ("reserved", c_uint32),
-        ("stream", c_void_p),
-        ("x_layout", RowLayout),
-        ("out_layout", RowLayout),
-        ("x", Tensor),
-        ("ends", Tensor),
-        ("out", Tensor),
-        ("x_scale", Tensor),
-        ("index", Tensor),
-        ("out_index", Tensor),
-        ("row_weights", Tensor),
-        ("products", Tensor),
-        ("chosen", Tensor),
+        ("struct_size", c_uint32), ("reserved", c_uint32), ("stream", c_void_p), ("x_layout", RowLayout),
+        ("out_layout", RowLayout), ("x", Tensor), ("ends", Tensor), ("out", Tensor), ("x_scale", Tensor),
+        ("index", Tensor), ("out_index", Tensor), ("row_weights", Tensor), ("products", Tensor), ("chosen", Tensor),
     ]
 
 
 class PermuteCall(Sized):
     _fields_ = [
-        ("struct_size", c_uint32),
-        ("num_experts", c_int32),
-        ("stream", c_void_p),
-        ("layout", RowLayout),
-        ("ids", Tensor),
-        ("ends", Tensor),
-        ("positions", Tensor),
-        ("tokens", Tensor),
-        ("dropped", Tensor),
+        ("struct_size", c_uint32), ("num_experts", c_int32), ("stream", c_void_p), ("layout", RowLayout),
+        ("ids", Tensor), ("ends", Tensor), ("positions", Tensor), ("tokens", Tensor), ("dropped", Tensor),
         ("workspace", Tensor),
     ]
 
 
 class UnpermuteCall(Sized):
     _fields_ = [
-        ("struct_size", c_uint32),
-        ("accumulate", c_int32),
-        ("stream", c_void_p),
-        ("scale", c_float),
-        ("reserved", c_uint32),
-        ("rows", Tensor),
-        ("positions", Tensor),
-        ("weights", Tensor),
-        ("out", Tensor),
+        ("struct_size", c_uint32), ("accumulate", c_int32), ("stream", c_void_p), ("scale", c_float),
+        ("reserved", c_uint32), ("rows", Tensor), ("positions", Tensor), ("weights", Tensor), ("out", Tensor),
     ]
 
 
 class ExchangeSpec(Sized):
     _fields_ = [
-        ("struct_size", c_uint32),
-        ("hidden", c_int32),
-        ("num_experts", c_int32),
-        ("top_k", c_int32),
-        ("max_tokens", c_int32),
-        ("dispatch", c_int32),
-        ("combine", c_int32),
-        ("weights", c_int32),
-        ("pre_sum", c_int32),
-        ("pre_sum_per_host", c_int32),
-        ("layout", RowLayout),
-        ("placement", Tensor),
+        ("struct_size", c_uint32), ("hidden", c_int32), ("num_experts", c_int32), ("top_k", c_int32),
+        ("max_tokens", c_int32), ("dispatch", c_int32), ("combine", c_int32), ("weights", c_int32),
+        ("pre_sum", c_int32), ("pre_sum_per_host", c_int32), ("layout", RowLayout), ("placement", Tensor),
         ("large_ids_are_none", c_int32),
     ]
 
 
 class ExchangeOptions(Sized):
     _fields_ = [
-        ("struct_size", c_uint32),
-        ("backend", c_int32),
-        ("num_threads", c_int32),
-        ("device", c_int32),
-        ("max_sms", c_int32),
-        ("trace", c_int32),
-        ("deadline_seconds", c_double),
+        ("struct_size", c_uint32), ("backend", c_int32), ("num_threads", c_int32), ("device", c_int32),
+        ("max_sms", c_int32), ("trace", c_int32), ("deadline_seconds", c_double),
     ]
 
 
 class ExchangeInfo(Sized):
     _fields_ = [
-        ("struct_size", c_uint32),
-        ("backend", c_int32),
-        ("num_threads", c_int32),
-        ("reserved", c_int32),
-        ("own_begin", c_int32),
-        ("own_end", c_int32),
-        ("rows_needed", c_int64),
-        ("layout", RowLayout),
+        ("struct_size", c_uint32), ("backend", c_int32), ("num_threads", c_int32), ("reserved", c_int32),
+        ("own_begin", c_int32), ("own_end", c_int32), ("rows_needed", c_int64), ("layout", RowLayout),
     ]
 
 
 class DispatchInput(Sized):
     _fields_ = [
-        ("struct_size", c_uint32),
-        ("reuse", c_int32),
-        ("stream", c_void_p),
-        ("x", Tensor),
-        ("x_scale", Tensor),
-        ("ids", Tensor),
-        ("weights", Tensor),
+        ("struct_size", c_uint32), ("reuse", c_int32), ("stream", c_void_p), ("x", Tensor), ("x_scale", Tensor),
+        ("ids", Tensor), ("weights", Tensor),
     ]
 
 
 class DispatchOutput(Sized):
     _fields_ = [
-        ("struct_size", c_uint32),
-        ("reserved", c_uint32),
-        ("stream", c_void_p),
-        ("rows", Tensor),
-        ("scales", Tensor),
-        ("ends", Tensor),
-        ("counts", Tensor),
-        ("num_rows", Tensor),
-        ("origins", Tensor),
+        ("struct_size", c_uint32), ("reserved", c_uint32), ("stream", c_void_p), ("rows", Tensor),
+        ("scales", Tensor), ("ends", Tensor), ("counts", Tensor), ("num_rows", Tensor), ("origins", Tensor),
         ("weights", Tensor),
     ]
 
 
 class CombineInput(Sized):
     _fields_ = [
-        ("struct_size", c_uint32),
-        ("reserved", c_uint32),
-        ("stream", c_void_p),
-        ("rows", Tensor),
+        ("struct_size", c_uint32), ("reserved", c_uint32), ("stream", c_void_p), ("rows", Tensor),
     ]
 
 
 class CombineOutput(Sized):
     _fields_ = [
-        ("struct_size", c_uint32),
-        ("accumulate", c_int32),
-        ("scale", c_float),
-        ("reserved", c_uint32),
-        ("stream", c_void_p),
-        ("out", Tensor),
+        ("struct_size", c_uint32), ("accumulate", c_int32), ("scale", c_float), ("reserved", c_uint32),
+        ("stream", c_void_p), ("out", Tensor),
     ]
 
 
 class ExchangeStats(Sized):
     _fields_ = [
-        ("struct_size", c_uint32),
-        ("reserved", c_uint32),
-        ("dispatches", c_uint64),
-        ("combines", c_uint64),
-        ("tokens", c_int64),
-        ("tokens_sent", c_int64),
-        ("rows_received", c_int64),
-        ("rows_returned", c_int64),
-        ("dispatch_bytes", c_uint64),
-        ("combine_bytes", c_uint64),
-        ("signal_bytes", c_uint64),
+        ("struct_size", c_uint32), ("reserved", c_uint32), ("dispatches", c_uint64), ("combines", c_uint64),
+        ("tokens", c_int64), ("tokens_sent", c_int64), ("rows_received", c_int64), ("rows_returned", c_int64),
+        ("dispatch_bytes", c_uint64), ("combine_bytes", c_uint64), ("signal_bytes", c_uint64),
         ("heap_bytes_reserved", c_uint64),
     ]
 
 
 class HeapOptions(Sized):
     _fields_ = [
-        ("struct_size", c_uint32),
-        ("backend", c_int32),
-        ("device", c_int32),
-        ("reserved", c_uint32),
-        ("bytes", c_uint64),
-        ("deadline_seconds", c_double),
+        ("struct_size", c_uint32), ("backend", c_int32), ("device", c_int32), ("reserved", c_uint32),
+        ("bytes", c_uint64), ("deadline_seconds", c_double),
     ]
 
 
 class PeerMap(Structure):
     _fields_ = [
-        ("rank", c_int32),
-        ("size", c_int32),
-        ("bytes", c_uint64),
-        ("deadline_ns", c_uint64),
+        ("rank", c_int32), ("size", c_int32), ("bytes", c_uint64), ("deadline_ns", c_uint64),
         ("bases", c_void_p * 64),
     ]
 
 
 class HeapInfo(Sized):
     _fields_ = [
-        ("struct_size", c_uint32),
-        ("backend", c_int32),
-        ("device", c_int32),
-        ("reserved", c_uint32),
-        ("bytes", c_uint64),
-        ("bytes_reserved", c_uint64),
-        ("bytes_allocated", c_uint64),
-        ("most_allocated", c_uint64),
-        ("largest_free", c_uint64),
-        ("allocations", c_uint64),
-        ("calls", c_uint64),
+        ("struct_size", c_uint32), ("backend", c_int32), ("device", c_int32), ("reserved", c_uint32),
+        ("bytes", c_uint64), ("bytes_reserved", c_uint64), ("bytes_allocated", c_uint64),
+        ("most_allocated", c_uint64), ("largest_free", c_uint64), ("allocations", c_uint64), ("calls", c_uint64),
     ]
 
 
 class TuneModel(Structure):
     _fields_ = [
-        ("name", c_char_p),
-        ("num_experts", c_int32),
-        ("top_k", c_int32),
-        ("n", c_int32),
-        ("k", c_int32),
-        ("unseen", c_int32),
-        ("reserved", c_uint32),
+        ("name", c_char_p), ("num_experts", c_int32), ("top_k", c_int32), ("n", c_int32), ("k", c_int32),
+        ("unseen", c_int32), ("reserved", c_uint32),
     ]
 
 
 class TuneConfiguration(Structure):
     _fields_ = [
-        ("name", c_char_p),
-        ("token_rows", c_int32),
-        ("weight_rows", c_int32),
-        ("splits", c_int32),
-        ("blocks", c_int32),
-        ("group_m", c_int32),
-        ("is_rule", c_int32),
-        ("num_values", c_int32),
-        ("reserved", c_uint32),
-        ("value_names", POINTER(c_char_p)),
-        ("values", POINTER(c_int64)),
+        ("name", c_char_p), ("token_rows", c_int32), ("weight_rows", c_int32), ("splits", c_int32),
+        ("blocks", c_int32), ("group_m", c_int32), ("is_rule", c_int32), ("num_values", c_int32),
+        ("reserved", c_uint32), ("value_names", POINTER(c_char_p)), ("values", POINTER(c_int64)),
     ]
 
 
 class TuneKernel(Sized):
     _fields_ = [
-        ("struct_size", c_uint32),
-        ("num_configurations", c_int32),
-        ("name", c_char_p),
-        ("version", c_int64),
-        ("machine", c_char_p),
-        ("l2_bytes", c_uint64),
-        ("num_sms", c_int32),
-        ("reserved", c_uint32),
+        ("struct_size", c_uint32), ("num_configurations", c_int32), ("name", c_char_p), ("version", c_int64),
+        ("machine", c_char_p), ("l2_bytes", c_uint64), ("num_sms", c_int32), ("reserved", c_uint32),
         ("configurations", POINTER(TuneConfiguration)),
     ]
 
 
 class TunePlan(Sized):
     _fields_ = [
-        ("struct_size", c_uint32),
-        ("generator", c_int32),
-        ("seed", c_uint64),
-        ("num_models", c_int32),
-        ("num_tokens", c_int32),
-        ("num_betas", c_int32),
-        ("num_test_tokens", c_int32),
-        ("num_test_betas", c_int32),
-        ("reserved", c_uint32),
-        ("models", POINTER(TuneModel)),
-        ("tokens", POINTER(c_int32)),
-        ("betas", POINTER(c_double)),
-        ("test_tokens", POINTER(c_int32)),
-        ("test_betas", POINTER(c_double)),
-        ("recordings_file", c_char_p),
-        ("most_recorded", c_int32),
-        ("reserved2", c_uint32),
+        ("struct_size", c_uint32), ("generator", c_int32), ("seed", c_uint64), ("num_models", c_int32),
+        ("num_tokens", c_int32), ("num_betas", c_int32), ("num_test_tokens", c_int32), ("num_test_betas", c_int32),
+        ("reserved", c_uint32), ("models", POINTER(TuneModel)), ("tokens", POINTER(c_int32)),
+        ("betas", POINTER(c_double)), ("test_tokens", POINTER(c_int32)), ("test_betas", POINTER(c_double)),
+        ("recordings_file", c_char_p), ("most_recorded", c_int32), ("reserved2", c_uint32),
     ]
 
 
@@ -701,14 +428,8 @@ TuneProgress = CFUNCTYPE(None, c_void_p, c_uint64, c_uint64, c_double, c_double,
 
 class TuneOptions(Sized):
     _fields_ = [
-        ("struct_size", c_uint32),
-        ("resume", c_int32),
-        ("file", c_char_p),
-        ("budget_seconds", c_double),
-        ("time", TuneTime),
-        ("progress", TuneProgress),
-        ("user", c_void_p),
-        ("prune", c_double),
+        ("struct_size", c_uint32), ("resume", c_int32), ("file", c_char_p), ("budget_seconds", c_double),
+        ("time", TuneTime), ("progress", TuneProgress), ("user", c_void_p), ("prune", c_double),
     ]
 
 

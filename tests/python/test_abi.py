@@ -67,13 +67,8 @@ TwoWordsAllocate = CFUNCTYPE(c_void_p, c_uint64, c_void_p)
 
 class TwoWords(Sized):
     _fields_ = [
-        ("struct_size", c_uint32),
-        ("kind", c_int32),
-        ("other", c_int32),
-        ("names", POINTER(c_char_p)),
-        ("shape", c_int64 * 3),
-        ("allocate", TwoWordsAllocate),
-        ("told", Told),
+        ("struct_size", c_uint32), ("kind", c_int32), ("other", c_int32), ("names", POINTER(c_char_p)),
+        ("shape", c_int64 * 3), ("allocate", TwoWordsAllocate), ("told", Told),
     ]
 """
     call = """
