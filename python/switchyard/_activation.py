@@ -37,7 +37,7 @@ class Activation:
     gated : bool
         SwiGLU, GeGLU and so on; False: one projection and no product.
     alpha : float
-        Of ``"silu"`` only. GPT-OSS: 1.702.
+        Factor inside ``"silu"``, which alone has one. GPT-OSS: 1.702.
     limit : float
         Clamps gate and up. GPT-OSS: 7, DeepSeek-V4: 10.
     up_bias : float

@@ -66,9 +66,9 @@ class Received:
     origins : array [capacity, 3], int32
         Rank, token and k of each row.
     weights : array [capacity], float32
-        Of each row, in packed order: the `row_weights` of `GroupedGemm`.
+        Each row's weight, in packed order: the `row_weights` of `GroupedGemm`.
     scales : array [capacity, ceil(H / 128)], float32, or None
-        Of FP8 rows: the `x_scale` of `GroupedGemm`.
+        Scales of FP8 rows: the `x_scale` of `GroupedGemm`.
     layout : "packed", ("blocked", size) or ("padded", size)
     handle : ExchangeHandle
         For `Exchange.combine`, and for dispatches that reuse it.
@@ -107,12 +107,12 @@ class ExchangeStats:
     dispatches, combines : int
         Sent since the exchange was made.
     tokens : int
-        Of this rank.
+        Tokens of this rank.
     tokens_sent : int
-        To other ranks: one for each token and rank.
+        Tokens for other ranks, counted once for each token and rank.
     rows_received : int
     rows_returned : int
-        To other ranks.
+        Rows for other ranks.
     dispatch_bytes, combine_bytes, signal_bytes : int
         Written into other ranks' memory: tokens and descriptions of rows; results; counts and flags
         of both.
@@ -152,12 +152,12 @@ class Exchange(Owned):
     max_tokens : int
         Most tokens that a rank may pass to one dispatch.
     dispatch : str or dtype
-        Of received rows: bf16, fp16, fp32, or "f8_e4m3": then tokens are FP8 with scales, or are
-        quantised before they travel.
+        Type of received rows: bf16, fp16, fp32, or "f8_e4m3": then tokens are FP8 with scales, or
+        are quantised before they travel.
     combine : str or dtype, optional
-        Of results: bf16, fp16 or fp32. None: that of dispatch, or bf16 for FP8.
+        Type of results: bf16, fp16 or fp32. None: that of dispatch, or bf16 for FP8.
     layout : "packed", ("blocked", size) or ("padded", size)
-        Of received rows, and of results. Padded with size 0: with room for all tokens of all ranks.
+        Places of received rows and of results. Padded with size 0 has room for all tokens of all ranks.
     weights : {"receiver", "sender", "none"}
         Who multiplies results with their weights: the token's rank, in fp32; the expert's rank,
         before it sends; or nobody.
@@ -318,8 +318,8 @@ class Exchange(Owned):
         Parameters
         ----------
         x : array [T, H]
-            Of the exchange's dispatch type. For FP8: float8_e4m3fn with `x_scale`, or bf16, fp16 or
-            fp32, which are quantised. T may be 0, and differ between ranks and calls.
+            Tokens of the exchange's dispatch type. For FP8: float8_e4m3fn with `x_scale`, or bf16,
+            fp16 or fp32, which are quantised. T may be 0, and differ between ranks and calls.
         ids : array [T, K], int32 or int64, contiguous
             Distinct within a token; negative ones are none, and with `large_ids_are_none` also those of E
             and more. None: those of
@@ -327,9 +327,9 @@ class Exchange(Owned):
         weights : array [T, K], float32 or bfloat16, contiguous, optional
             None: 1.
         x_scale : array [T, ceil(H / 128)], float32
-            Of FP8 tokens.
+            Scales of FP8 tokens.
         handle : ExchangeHandle, optional
-            To put the contents into, or to reuse. None: a new one.
+            The handle to fill, or to reuse. None: a new one.
 
         Returns
         -------
@@ -384,7 +384,7 @@ class Exchange(Owned):
         Parameters
         ----------
         handle : ExchangeHandle
-            That of `dispatch_send`.
+            The handle from `dispatch_send`.
         out : array [capacity, H], or [own experts, size, H] in a padded layout, optional
             For the rows. None: a new one of `rows_needed` rows.
         scales_out : array [capacity, ceil(H / 128)], float32, optional
@@ -395,7 +395,7 @@ class Exchange(Owned):
         Returns
         -------
         Received
-            Of tensors of torch where x was such, otherwise of arrays of numpy.
+            It holds tensors of torch if x was one, else arrays of numpy.
 
         Raises
         ------
@@ -469,9 +469,9 @@ class Exchange(Owned):
         Parameters
         ----------
         x, ids, weights, x_scale, handle
-            As of `dispatch_send`.
+            See `dispatch_send`.
         out, scales_out, exact
-            As of `dispatch_recv`.
+            See `dispatch_recv`.
 
         Returns
         -------
@@ -524,7 +524,7 @@ class Exchange(Owned):
         Parameters
         ----------
         rows : array [rows, H], or [own experts, size, H] in a padded layout
-            Of the exchange's combine type, in the order of the received ones.
+            Results of the exchange's combine type, in the order of the received rows.
         handle : ExchangeHandle
 
         Raises
@@ -561,16 +561,16 @@ class Exchange(Owned):
         Parameters
         ----------
         handle : ExchangeHandle
-            That of `combine_send`.
+            The handle that `combine_send` had.
         out : array [T, H], optional
             bf16, fp16 or fp32. None: a new one of the combine type.
         scale, accumulate
-            As of `Experts.__call__`.
+            See `Experts.__call__`.
 
         Returns
         -------
         array [T, H]
-            `out`.
+            Sums, in `out` if it was given.
 
         Raises
         ------
@@ -620,9 +620,9 @@ class Exchange(Owned):
         Parameters
         ----------
         rows, handle
-            As of `combine_send`.
+            See `combine_send`.
         out, scale, accumulate
-            As of `combine_recv`.
+            See `combine_recv`.
 
         Returns
         -------

@@ -44,11 +44,11 @@ class Experts(Handle):
         Most tokens of a call on this rank; the same on all ranks.
     activation : Activation
     order : {"gate_up", "up_gate", "interleaved"}
-        Of w13's rows: all of gate and then all of up, the other way round, or gate and up in turn.
+        Order of w13's rows: all of gate and then all of up, the other way round, or gate and up in turn.
     transposed : bool
         w13 is [n, H, 2 I] and w2 [n, I, H], as in GPT-OSS and Llama-4.
     w13_scale, w2_scale : array
-        Of FP8 weights, f32 or float8_e8m0fnu: [n, ceil(2 I / block), ceil(H / block)], of blocks;
+        Scales of FP8 weights, f32 or float8_e8m0fnu: [n, ceil(2 I / block), ceil(H / block)], of blocks;
         [n, 2 I] or [n, 2 I, 1], of rows; [n], [n, 1], [n, 1, 1] or, gate and up apart, [n, 2], of
         whole matrices. Of weights of four bits, with contiguous rows and not transposed, [n, 2 I,
         H / 32] float8_e8m0fnu or uint8 of "mxfp4"; [n, 2 I, H / 32 or H / 128] f32, bf16 or fp16 of
@@ -66,7 +66,7 @@ class Experts(Handle):
     routing : Routing, optional
         How `from_logits` chooses experts.
     correction_bias : array [E], optional
-        Of that routing.
+        Correction bias of that routing.
     numerics : Numerics, optional
         How it computes, and which slots it leaves out.
     placement : Placement, optional
@@ -185,11 +185,11 @@ class Experts(Handle):
         ----------
         x : array [T, H]
         logits : array [T, E]
-            Of the router, its bias included; float32 or bfloat16, with contiguous rows.
+            The router's, its bias included; float32 or bfloat16, with contiguous rows.
         ids_out, weights_out : array [T, K], int32 and float32, optional
             Where to put the routing that was used.
         x_scale, out, accumulate, scale
-            As of ``__call__``.
+            See ``__call__``.
 
         Returns
         -------
@@ -245,7 +245,7 @@ class Experts(Handle):
         Parameters
         ----------
         w13, w2, w13_scale, w2_scale, w13_zero, w2_zero, w13_bias, w2_bias
-            As of `Experts`.
+            See `Experts`.
         placement : sequence of int, optional
             Experts in other places, of which there are as many as before. Collective then.
 
@@ -387,9 +387,9 @@ def experts(
     w2 : array [n, H, I]
     topk_ids, topk_weights : array [T, K]
     x_scale, out, accumulate, scale
-        As of ``Experts.__call__``.
+        See ``Experts.__call__``.
     **options
-        As of `Experts`, without `top_k`.
+        See `Experts`, without `top_k`.
 
     Returns
     -------

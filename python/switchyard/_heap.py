@@ -29,9 +29,9 @@ class PeerMap:
     rank, size : int
         This rank, and how many there are.
     bytes : int
-        Of each rank's memory.
+        Size of each rank's memory.
     deadline_ns : int
-        Of waits that have no other.
+        Deadline of waits that have no other.
     bases : tuple of int
         Addresses. ``bases[peer] + (address - bases[rank])`` is where `peer` has what this rank has
         at `address`.
@@ -99,7 +99,7 @@ class SymmetricHeap(Owned):
     ----------
     world : World
     bytes : int
-        Of each rank. All 0 at first.
+        Size of each rank's memory, which is all 0 at first.
     device : str, int or torch.device
         "cpu", or this rank's GPU.
     deadline : float
@@ -179,7 +179,7 @@ class SymmetricHeap(Owned):
         shape : int or sequence of int
         dtype : dtype of torch or numpy, or a name of one, or "bf16", "fp8", ...
         alignment : int
-            Of its address: a power of two up to 4096.
+            Its address is a multiple of this: a power of two up to 4096.
 
         Returns
         -------
@@ -221,7 +221,7 @@ class SymmetricHeap(Owned):
         Returns
         -------
         array, or int
-            Of the same shape, type and strides: `rank`'s memory. On a GPU it says that it is on this
+            `rank`'s memory, with the same shape, type and strides. On a GPU it says that it is on this
             rank's GPU, whose kernels reach it.
 
         Raises
@@ -276,7 +276,7 @@ class SymmetricHeap(Owned):
         Parameters
         ----------
         flag : array of one int64 or uint64, or int
-            Of `translate`, or its address.
+            What `translate` returned, or its address.
         value : int
 
         Raises

@@ -574,7 +574,7 @@ def experts_forward(
     Returns
     -------
     Tensor [T, H]
-        Of the type of hidden_states.
+        Results in hidden_states' type.
 
     Raises
     ------

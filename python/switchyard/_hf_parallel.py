@@ -75,12 +75,12 @@ class FusedExperts:
     Parameters
     ----------
     experts : torch.nn.Module
-        Of a class that goes through the interface of transformers. Each rank has num_experts / ranks of its
+        Its class goes through the interface of transformers. Each rank has num_experts / ranks of its
         experts, in the order of ranks.
     ep_mesh : DeviceMesh
-        Of one dimension: the ranks that have all experts together.
+        Ranks that have all experts together, in one dimension.
     tp_mesh : DeviceMesh
-        Of one dimension: the ranks that hold the same tokens.
+        Ranks that hold the same tokens, in one dimension.
 
     Raises
     ------
@@ -119,8 +119,7 @@ class FusedExperts:
 
         Returns
         -------
-        Tensor [T, H]
-            Of the type of hidden_states.
+        Tensor [T, H] of hidden_states' type
 
         Raises
         ------

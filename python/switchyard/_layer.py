@@ -97,7 +97,7 @@ class MoeLayer(torch.nn.Module):
         Parameters
         ----------
         path : path
-            Of the directory.
+            The directory.
         layer : int
             Index of the layer in the model.
         world : World, optional
@@ -110,7 +110,7 @@ class MoeLayer(torch.nn.Module):
         compute : str or dtype, optional
             "bf16", "f32" or "f8_e4m3". None: by the weights' type.
         reserved_sms, num_threads, deadline, trace, pre_sum_per_host, recorded_steps, name
-            As of `Placement`, `Diagnostics` and `Numerics`.
+            See `Placement`, `Diagnostics` and `Numerics`.
 
         Raises
         ------
@@ -187,7 +187,7 @@ class MoeLayer(torch.nn.Module):
             experts.
         max_tokens, workspace, workspace_slot, compute, reserved_sms, num_threads, deadline, trace
         pre_sum_per_host, recorded_steps, name
-            As of `from_checkpoint`.
+            See `from_checkpoint`.
         check : bool
             Compare the layer with the block, on the same tokens.
 
@@ -309,7 +309,7 @@ class MoeLayer(torch.nn.Module):
         hidden_states : Tensor [..., H]
             bf16, fp16 or fp32. All dimensions but the last are tokens, of which there may be none.
         token_ids : Tensor [...], int32, optional
-            Of hash-routed layers only.
+            For hash-routed layers only.
         ids_out, weights_out : Tensor [T, K], int32 and float32, optional
             Where to put the routing that was used.
         out : Tensor [..., H], optional

@@ -126,12 +126,12 @@ class GroupedGemm(Reader):
     activation : Activation, optional
         Applied to the products. Gated: the output has N / 2 columns. None: products are the output.
     order : {"gate_up", "up_gate", "interleaved"}
-        Of a gated weight's rows: all of gate and then all of up, the other way round, or in turn.
+        Order of a gated weight's rows: all of gate and then all of up, the other way round, or in turn.
     transposed : bool
         w is [E, K, N], as of ``torch._grouped_mm``.
     bias : array [E, N], optional
     w_scale : array, optional
-        Of FP8 weights, f32 or float8_e8m0fnu: [E, ceil(N / block), ceil(K / block)], of blocks;
+        Scales of FP8 weights, f32 or float8_e8m0fnu: [E, ceil(N / block), ceil(K / block)], of blocks;
         [E, N] or [E, N, 1], of rows; [E] of whole matrices. Of weights of four bits, with contiguous
         rows, [E, N, K / 32] float8_e8m0fnu or uint8 of "mxfp4"; [E, N, K / 32 or K / 128] f32, bf16
         or fp16 of "int4".
@@ -288,7 +288,7 @@ class GroupedGemm(Reader):
         ends : array [E], int32 or int64
             The number of rows of experts 0 to e together, whatever the layout.
         x_scale : array [rows, ceil(K / 128)], float32
-            Of FP8 rows.
+            Scales of FP8 rows.
         layout : "packed", ("blocked", size) or ("padded", size)
             An expert's rows follow those of the expert before; begin at the next multiple of size;
             or begin at row e * size.
@@ -304,7 +304,7 @@ class GroupedGemm(Reader):
         row_weights : array [rows, in packed order], float32, optional
             Multiply the rows of the output, before they are rounded.
         products : array [rows of out_layout, N], optional
-            Of out's type: filled with what the activation is applied to.
+            Filled with what the activation is applied to, in out's type.
         chosen : array [1], int32, optional
             On a GPU: filled with the entry of the table that was chosen; -1: none, by the rules.
 
@@ -398,9 +398,9 @@ def grouped_gemm(
     w : array [E, N, K], or [E, K, N] with `transposed`
     ends : array [E], int32 or int64
     activation, order, transposed, bias, w_scale, block, weight_format, compute, schedule
-        As of `GroupedGemm`.
+        See `GroupedGemm`.
     x_scale, layout, index, out, out_layout, out_index, row_weights, products
-        As of ``GroupedGemm.__call__``.
+        See ``GroupedGemm.__call__``.
 
     Returns
     -------
@@ -457,7 +457,7 @@ class Permutation:
     Attributes
     ----------
     ends : array [E], int32
-        As of `grouped_gemm`.
+        See `grouped_gemm`.
     tokens : array [rows of the layout], int32
         Whose row it is, -1 for nobody's: the `index` of `grouped_gemm`. On a GPU there are as many as
         the layout may need, -1 behind those that it has.
@@ -498,7 +498,7 @@ def permute(ids: Any, num_experts: int, layout: Layout = "packed") -> Permutatio
     Returns
     -------
     Permutation
-        Of tensors of torch where ids are such, otherwise of arrays of numpy.
+        It holds tensors of torch if ids are one, else arrays of numpy.
 
     Raises
     ------

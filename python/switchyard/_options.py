@@ -184,7 +184,7 @@ class Memory:
     workspace : Workspace, optional
         With room for this layer. None: memory of its own.
     slot : int
-        Of `workspace`: 0 to its slots - 1.
+        Slot of `workspace`: 0 to its slots - 1.
 
     Raises
     ------

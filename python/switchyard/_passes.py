@@ -60,15 +60,15 @@ class Stats:
     epoch : int
         The number of the pass, from 1 on.
     tokens : int
-        Of this rank.
+        Tokens of this rank.
     tokens_per_expert : tuple of int
         [E], over all ranks.
     dropped_slots, nan_logits, nan_tokens, bad_slots : int
-        Of this rank.
+        Counts of this rank.
     dispatch_bytes, combine_bytes, signal_bytes : int
         Written into other ranks' memory.
     heap_bytes_used, heap_bytes_reserved, workspace_bytes_used : int
-        Of this rank.
+        Memory of this rank.
     gate_seconds, plan_seconds, total_seconds : float
         From the start of the pass. Zeros on GPUs for passes of graphs.
     """
@@ -382,7 +382,7 @@ class Handle(Reader):
         topk_weights : array [T, K]
             float32 or bfloat16.
         x_scale : array [T, ceil(H / 128)], float32
-            Of FP8 activations.
+            Scales of FP8 activations.
         out : array [T, H], optional
             None: a new one, of x's type (bf16 for FP8 activations).
         accumulate : bool
@@ -393,7 +393,7 @@ class Handle(Reader):
         Returns
         -------
         array [T, H]
-            `out`.
+            Results, in `out` if it was given.
 
         Raises
         ------

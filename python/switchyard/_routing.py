@@ -45,7 +45,7 @@ class Routing:
     scale : float
         Multiplies the weights at the end.
     jitter_eps : float
-        Of "sparse_mixer".
+        Half the threshold of "sparse_mixer".
 
     Raises
     ------
@@ -175,8 +175,8 @@ def topk(
     Parameters
     ----------
     logits : array [T, E], float32, contiguous
-        Of torch or numpy. On a GPU a tensor of torch, also bfloat16 or float16, whose rows are
-        contiguous. A NaN is never chosen.
+        A tensor of torch or an array of numpy. On a GPU a tensor of torch, also bfloat16 or float16,
+        whose rows are contiguous. A NaN is never chosen.
     k : int
     correction_bias : array [E], float32, optional
         Added to the scores for choosing, not for weighting.

@@ -93,7 +93,7 @@ class Fused:
     Attributes
     ----------
     expert_ranks, tensor_ranks, attention_ranks : int
-        Of expert parallelism, of tensor parallelism, and those with a batch of their own.
+        Ranks of expert parallelism, of tensor parallelism, and those with a batch of their own.
     architecture : str, optional
         The model's class. None: outside of a server.
     speculative, moves_experts, shared_experts : bool

@@ -131,7 +131,7 @@ class Workspace(Owned):
     compute : str or dtype
         "bf16", "f32" or "f8_e4m3": what the layers compute in (``Experts.compute``).
     shared_intermediate : int
-        Of a shared expert; 0: none.
+        Intermediate size of a shared expert; 0: none.
     weight_on_input : bool
         Whether a layer's routing weights multiply the experts' inputs.
     activation : Activation, optional
@@ -158,8 +158,8 @@ class Workspace(Owned):
     slots : int
     compute : str
     bytes : int
-        Of this rank and all slots, released or not. On CPUs address space, of which passes commit
-        what they use.
+        Memory of this rank and all slots, released or not. On CPUs this is address space, of which
+        passes commit what they use.
     backend : str
         "cpu" or "cuda".
 

@@ -125,7 +125,7 @@ class World(Owned):
         Parameters
         ----------
         deadline, network_chunk_bytes, network_window
-            As of `processes`.
+            See `processes`.
 
         Raises
         ------
@@ -165,7 +165,7 @@ class World(Owned):
         group : torch.distributed.ProcessGroup, optional
             None: the default group.
         deadline, network_chunk_bytes, network_window
-            As of `processes`.
+            See `processes`.
 
         Raises
         ------
@@ -235,7 +235,7 @@ class World(Owned):
         Parameters
         ----------
         num_experts : int
-            Of all ranks.
+            Experts of all ranks.
 
         Raises
         ------

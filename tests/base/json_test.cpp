@@ -63,7 +63,7 @@ TEST(Json, KindsOfNumbers) {
   for (const Json& number : numbers) EXPECT_TRUE(number.is_number());
   EXPECT_THROW(numbers[2].integer(), std::bad_variant_access);
   EXPECT_THROW(numbers[0].text(), std::bad_variant_access);
-  // Of C++ types, only the value counts.
+  // A C++ type does not matter, only the value.
   EXPECT_EQ((Json(std::vector<std::uint8_t>{0, 255})).dump(), "[0,255]");
   EXPECT_EQ(Json(0.5f).dump(), "0.5");
   EXPECT_EQ(Json(std::numeric_limits<double>::infinity()).dump(), "null");

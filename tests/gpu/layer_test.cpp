@@ -459,7 +459,7 @@ ErrorCode code_of(const std::function<void()>& body) {
   return ErrorCode::kSystem;
 }
 
-// Of 64 tiles, and slots for a few, to which a warp's rows all go.
+// There are 64 tiles, and slots for a few, to which a warp's rows all go.
 TEST_F(GpuOptions, OneMultiprocessorPacksMoreTilesThanItHasSlots) {
   const LayerSpec spec = wide_spec(64, 1);
   const MoeWeights w = make_weights(spec, DType::kBF16, 3);

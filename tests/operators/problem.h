@@ -284,7 +284,7 @@ class Problem {
         std::vector<float>& scales = scales_.emplace_back(static_cast<std::size_t>(
             (n + view.scale_rows - 1) / view.scale_rows * view.scale_stride));
         for (std::size_t s = 0; s < scales.size(); ++s) {
-          // Of rows: those of gate first, so that orders have the same numbers.
+          // Scales of rows: those of gate first, so that orders have the same numbers.
           const std::size_t at = case_.scales == Scales::kRows
                                      ? static_cast<std::size_t>(physical(static_cast<int>(s)))
                                      : s;

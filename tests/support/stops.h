@@ -156,7 +156,7 @@ struct StopTally {
       EXPECT_LT(longest_ms(), 3.0 * static_cast<double>(deadline.count()));
     }
   }
-  // Of record()ed delays.
+  // The median of record()ed delays.
   double median_ms() const {
     return delays.empty() ? 0 : static_cast<double>(delays[delays.size() / 2]) * 1e-6;
   }
