@@ -20,7 +20,8 @@ import pathlib
 import statistics
 import sys
 
-from torch_chain import Clock, relative_error, write_json  # which ends with 77 without PyTorch
+from result_rows import write
+from torch_chain import Clock, relative_error  # which ends with 77 without PyTorch
 
 import torch
 
@@ -164,7 +165,7 @@ def main():
         results.append(result)
         print(f"{row['compute']} {row['tokens_per_rank']:6} tokens: {result['in_a_row_us']:8.1f} us in a row, "
               f"{result['cold_us']:8.1f} us cold", flush=True)
-        write_json(arguments.out, results)
+        write(arguments.out, results)
     return 0
 
 

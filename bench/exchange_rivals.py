@@ -24,7 +24,6 @@ slowest rank. All results are compared with plain PyTorch. A row's `rival` is th
 Exit codes: 0 done; 1 a result is wrong; 2 unusable arguments; 77 there is no PyTorch or no switchyard.
 """
 
-import argparse
 import dataclasses
 import pathlib
 import statistics
@@ -32,7 +31,7 @@ import sys
 import time
 
 from result_rows import merge, percentile
-from script_arguments import command_of, numbers
+from script_arguments import command_of, numbers, parser_of
 
 try:
     import torch
@@ -505,7 +504,7 @@ def machine(args):
 
 
 def parse(words):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     rank_processes.add_options(parser)
     parser.add_argument("--dtype", type=lambda text: text.split(","), default=["bf16", "fp8"], help="bf16, fp8 or both")
     parser.add_argument("--tokens", type=numbers, default=TOKENS, help="of each rank")

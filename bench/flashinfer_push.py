@@ -10,7 +10,6 @@ rank. A token goes once to each rank. Timed as mega_moe.py times; one copy of th
 more than the L2 cache holds.
 """
 
-import argparse
 import pathlib
 import statistics
 import sys
@@ -21,7 +20,7 @@ import rank_processes
 import torch
 import torch.distributed as dist
 from result_rows import write
-from script_arguments import command_of, numbers
+from script_arguments import command_of, numbers, parser_of
 
 NAMES = {"fp8": "FlashInfer 0.7.2.post1 push FP8", "bf16": "FlashInfer 0.7.2.post1 push BF16"}
 BOUNDS = {"fp8": mega_moe.BOUND, "bf16": 0.02}  # of the error over the norm
@@ -125,13 +124,11 @@ def rank_main(rank, args, rendezvous):
             torch.cuda.empty_cache()
             dist.barrier()
         del layer
-    dist.destroy_process_group()
-    if wrong:
-        sys.exit(1)
+    rank_processes.end(wrong)
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--dtype", choices=["fp8", "bf16"], default="fp8")
     parser.add_argument("--models", type=lambda text: text.split(","), default=["v4-flash-routed", "v3-routed"])

@@ -28,7 +28,6 @@ an hour of one processor.
 Exit codes: 0 done; 1 a result is wrong or a rival failed; 77 there is no PyTorch, no GPU or none of the rivals.
 """
 
-import argparse
 import copy
 import dataclasses
 import importlib
@@ -44,7 +43,7 @@ import time
 import types
 
 from result_rows import card_of, merge, percentile, write
-from script_arguments import command_of, numbers
+from script_arguments import command_of, numbers, parser_of
 from torch_chain import CUDA, DEVICE, Clock, machine, relative_error, replay_of  # which ends with 77 without PyTorch
 
 import torch
@@ -892,7 +891,7 @@ def join(path, rivals):
 
 def main():
     begin = time.monotonic()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--from", dest="directory", type=pathlib.Path, default=pathlib.Path("/tmp/rivals"))
     parser.add_argument("--rivals", default=",".join(RIVALS), help="with , between them, in this order")
     parser.add_argument("--models", default=",".join(model.name for model in MODELS), help="with , between them")

@@ -29,7 +29,7 @@ import sys
 import typing
 
 from result_rows import merge
-from script_arguments import command_of
+from script_arguments import command_of, parser_of
 from torch_chain import CUDA, DEVICE, Clock, machine, quantise, relative_error, replay_of  # which ends with 77 without PyTorch
 
 import torch
@@ -625,7 +625,7 @@ def points_of(args):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--dtype", default="bf16,fp8", help="bf16, fp8 or both")
     parser.add_argument("--shape", type=shape, help="experts x N x K instead of the suite's, as in 32x4096x7168")
     parser.add_argument("--rows", type=lambda text: [int(word) for word in text.split(",")], help="per expert")

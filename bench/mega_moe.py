@@ -15,7 +15,6 @@ the faster one counts. Outputs of some tokens are compared with fp32 on dequanti
 wrong is not kept.
 """
 
-import argparse
 import pathlib
 import statistics
 import sys
@@ -25,7 +24,7 @@ import rank_processes
 import torch
 import torch.distributed as dist
 from result_rows import percentile, write
-from script_arguments import command_of, numbers
+from script_arguments import command_of, numbers, parser_of
 
 MODELS = {  # hidden, intermediate, experts, top-k: as in lab/bench/suite.cpp
     "v4-flash-routed": (4096, 2048, 256, 6),
@@ -241,13 +240,11 @@ def rank_main(rank, args, rendezvous):
         del layer, buffers
         torch.cuda.empty_cache()
         dist.barrier()
-    dist.destroy_process_group()
-    if wrong:
-        sys.exit(1)
+    rank_processes.end(wrong)
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--models", type=lambda text: text.split(","), default=list(MODELS))
     parser.add_argument("--tokens", type=numbers, default=TOKENS)

@@ -30,6 +30,13 @@ def spawn(run_rank, args):
     return 0
 
 
+def end(wrong):
+    """Ends the process group, and a rank that found something wrong with exit code 1."""
+    torch.distributed.destroy_process_group()
+    if wrong:
+        sys.exit(1)
+
+
 def require_no_multicast(script):
     """Ends the program if a library may use NVLink multicast, which can put the host's GPUs out of service."""
     for name, value in (("NCCL_NVLS_ENABLE", "0"), ("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1"), ("NVSHMEM_DISABLE_NVLS", "1")):

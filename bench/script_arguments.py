@@ -1,5 +1,12 @@
 """Arguments that scripts of bench/ have in common."""
 
+import argparse
+
+
+def parser_of(text):
+    """A parser whose help is `text`, lines as they are."""
+    return argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
+
 
 def numbers(text):
     """Of an option: whole numbers between commas."""

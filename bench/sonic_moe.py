@@ -17,7 +17,6 @@ sizes, to try it: without a GPU that has our part.
 Exit codes: 0 done; 1 a result is wrong; 77 there is no PyTorch, transformers or switchyard.
 """
 
-import argparse
 import contextlib
 import dataclasses
 import importlib.metadata
@@ -26,7 +25,7 @@ import statistics
 import sys
 
 from result_rows import merge, percentile
-from script_arguments import command_of, numbers
+from script_arguments import command_of, numbers, parser_of
 from torch_chain import CUDA, DEVICE, Clock, machine, relative_error, replay_of  # which ends with 77 without PyTorch
 
 import torch
@@ -219,7 +218,7 @@ def measure(name, layer, tokens, sonic, version, clock, args):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--model", default="olmoe,qwen3-30b,deepseek-v3", help="with , between them")
     parser.add_argument("--tokens", type=numbers, default=[512, 2048, 8192, 32768])
     parser.add_argument("--repeats", type=int, default=15, help="of each way, twice")

@@ -25,7 +25,6 @@ Exit codes: 0 done; 1 a result is wrong; 2 unusable arguments; 3 a rank failed o
 77 there is no PyTorch, no safetensors or no switchyard.
 """
 
-import argparse
 import dataclasses
 import datetime
 import math
@@ -39,7 +38,7 @@ import tempfile
 import time
 
 from result_rows import merge, percentile
-from script_arguments import command_of, numbers
+from script_arguments import command_of, numbers, parser_of
 
 try:
     import torch
@@ -402,7 +401,7 @@ def machine(args):
 
 
 def parse(words):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     rank_processes.add_options(parser)
     parser.add_argument("--tokens", type=int, default=8192, help="of each rank")
     parser.add_argument("--hidden", type=int, default=1024)

@@ -15,7 +15,6 @@ cmake ... -DSWITCHYARD_GPU_TRACED_ACTIVATIONS="silu_gated;any_plain".
 Exit codes: 0 done; 1 a command failed, which stderr tells; 2 unusable arguments.
 """
 
-import argparse
 import json
 import pathlib
 import statistics
@@ -24,7 +23,7 @@ import sys
 import tempfile
 
 from result_rows import merge
-from script_arguments import numbers
+from script_arguments import numbers, parser_of
 
 STAGES = ("memory", "utilisation")
 KEY = ("machine", "hidden", "intermediate", "experts", "top_k", "ranks", "tokens_per_rank")
@@ -117,7 +116,7 @@ def utilisation_row(args, tokens, experts, machine):
 
 
 def parse(words):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("stages", nargs="*", metavar="STAGE", help="memory, utilisation (default: both)")
     parser.add_argument("--command", default="build/src/cli/switchyard", help="the built command")
     parser.add_argument("--backend", default="cuda", choices=("cuda", "cpu"))

@@ -40,32 +40,27 @@ class Wrong(Exception):
     pass
 
 
-@dataclasses.dataclass(frozen=True)
-class Shape:
-    name: str
-    num_experts: int
-    top_k: int
-    n: int
-    k: int
-    unseen: bool = False
-
-
-# These models are those of ramp_models() in lab/bench/tune.cpp.
-SHAPES = [
-    Shape("ramp-olmoe", 64, 8, 2048, 2048),
-    Shape("ramp-qwen3", 128, 8, 1536, 2048),
-    Shape("ramp-dsv3-ep8", 32, 8, 512, 7168),
-    Shape("ramp-dsv3-tp8", 256, 8, 512, 7168),
-    Shape("ramp-mixtral", 8, 2, 32768, 6144),
-    Shape("ramp-phi", 16, 2, 12800, 4096, True),
-    Shape("ramp-jamba", 16, 2, 16384, 4096, True),
-    Shape("ramp-dbrx", 16, 4, 21504, 6144, True),
-]
-
-
 def stop(message, code=SKIPPED):
     print(f"tune_triton: {message}", file=sys.stderr)
     sys.exit(code)
+
+
+try:
+    from switchyard import tuner
+except ImportError as missing:
+    stop(f"{missing}; install it, or set PYTHONPATH to python/")
+
+# These models are those of ramp_models() in lab/bench/tune.cpp.
+SHAPES = [
+    tuner.Model("ramp-olmoe", 64, 8, 2048, 2048),
+    tuner.Model("ramp-qwen3", 128, 8, 1536, 2048),
+    tuner.Model("ramp-dsv3-ep8", 32, 8, 512, 7168),
+    tuner.Model("ramp-dsv3-tp8", 256, 8, 512, 7168),
+    tuner.Model("ramp-mixtral", 8, 2, 32768, 6144),
+    tuner.Model("ramp-phi", 16, 2, 12800, 4096, True),
+    tuner.Model("ramp-jamba", 16, 2, 16384, 4096, True),
+    tuner.Model("ramp-dbrx", 16, 4, 21504, 6144, True),
+]
 
 
 # ------------------------------------------------------------------------------------------- Triton
@@ -322,7 +317,7 @@ class Bench:
 # ------------------------------------------------------------------------------------------ program
 
 
-def tuner_kernel(tuner, name, machine, num_sms, l2_bytes):
+def tuner_kernel(name, machine, num_sms, l2_bytes):
     if name == "torch":
         found = [
             tuner.Configuration(way, token_rows=128, weight_rows=128, values={"way": number})
@@ -366,12 +361,8 @@ def shapes_named(names):
 def main():
     options = arguments()
     shapes = shapes_named(options.models)
-    try:
-        from switchyard import tuner
-    except ImportError as missing:
-        stop(f"{missing}; install it, or set PYTHONPATH to python/")
     if options.list:
-        for c in tuner_kernel(tuner, options.kernel, "", 1, 0).configurations:
+        for c in tuner_kernel(options.kernel, "", 1, 0).configurations:
             print(c.name, dict(c.values))
         return
     try:
@@ -402,10 +393,9 @@ def main():
     device = torch.device("cuda", torch.cuda.current_device())
     about = torch.cuda.get_device_properties(device)
     machine = f"{about.name}, {about.multi_processor_count} SMs, CUDA {torch.version.cuda}, {package}"
-    kernel = tuner_kernel(tuner, options.kernel, machine, about.multi_processor_count, about.L2_cache_size)
+    kernel = tuner_kernel(options.kernel, machine, about.multi_processor_count, about.L2_cache_size)
     bench = Bench(make_call, device)
     by_name = {shape.name: shape for shape in shapes}
-    models = [tuner.Model(s.name, s.num_experts, s.top_k, s.n, s.k, s.unseen) for s in shapes]
     file = pathlib.Path(f"{options.out or options.kernel}.profile.json")
 
     def time(model, configuration, counts):
@@ -428,7 +418,7 @@ def main():
 
     try:
         complete = tuner.profile(
-            kernel, models, time, file, generator=options.generator, budget=options.budget,
+            kernel, shapes, time, file, generator=options.generator, budget=options.budget,
             prune=options.prune, resume=options.resume, progress=told,
         )
     except Wrong as wrong:

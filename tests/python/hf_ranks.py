@@ -19,20 +19,10 @@ import transformers
 from transformers.distributed.configuration_utils import DistributedConfig
 
 import switchyard
-from reference import error
+from reference import SMALL_MODEL, error
 from switchyard import _hf_parallel
 
-SMALL = dict(
-    hidden_size=64,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    vocab_size=96,
-    max_position_embeddings=2048,
-    head_dim=16,
-    num_experts_per_tok=2,
-    initializer_range=0.3,
-)
+SMALL = SMALL_MODEL | {"initializer_range": 0.3}
 MODELS = {
     "qwen3_moe": (
         transformers.Qwen3MoeForCausalLM,

@@ -2,6 +2,11 @@
 
 import torch
 
+# The sizes of transformers' models in tests.
+SMALL_MODEL = dict(
+    hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16, vocab_size=96,
+    max_position_embeddings=2048, num_experts_per_tok=2,
+)
 FP4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=torch.float64)
 
 

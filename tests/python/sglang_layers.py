@@ -15,20 +15,8 @@ import torch
 
 import switchyard
 import switchyard.sglang
-from four_bit_cases import (
-    GPT_OSS,
-    SEEN,
-    Case,
-    E,
-    H,
-    I,
-    K,
-    T,
-    batch,
-    expected_of,
-    require_as_exact_as_torch,
-    require_mistakes_seen,
-)
+from four_bit_cases import GPT_OSS, SEEN, Case, E, H, I, K, T, batch, expected_of
+from four_bit_cases import require_as_exact_as_torch, require_mistakes_seen
 from reference import Packed, as_words, error, experts, routing
 
 CONFIG = {

@@ -13,7 +13,7 @@ import torch
 transformers = pytest.importorskip("transformers", minversion="5.0")
 
 import switchyard
-from reference import error, experts, routing
+from reference import SMALL_MODEL, error, experts, routing
 from switchyard import Activation, _hf
 
 mxfp4 = pytest.importorskip("transformers.integrations.mxfp4")
@@ -104,8 +104,7 @@ def blocks_and_scales(rows, columns):
 
 def gpt_oss():
     config = transformers.GptOssConfig(
-        hidden_size=H, intermediate_size=I, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        head_dim=16, vocab_size=96, num_local_experts=E, num_experts_per_tok=K, max_position_embeddings=64,
+        **SMALL_MODEL | {"hidden_size": H, "num_experts_per_tok": K}, intermediate_size=I, num_local_experts=E,
         layer_types=["full_attention"] * 2,
     )
     config._experts_implementation = "eager"

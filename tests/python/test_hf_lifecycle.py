@@ -14,6 +14,7 @@ transformers = pytest.importorskip("transformers", minversion="5.0")
 
 from conftest import in_threads
 import switchyard
+from reference import SMALL_MODEL
 from switchyard import _check_hf, _hf, _hf_patch
 
 CLASSES = [c for c in _check_hf._classes() if c[1] not in _hf_patch._REFUSED]
@@ -428,10 +429,7 @@ def test_a_forward_of_another_signature_is_not_replaced(family, name, monkeypatc
 @torch.no_grad()
 def test_what_is_refused_stays_as_it_is():
     """Also where it shares its config with what is patched."""
-    config = transformers.Qwen3MoeConfig(
-        hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=96,
-        moe_intermediate_size=48, num_experts=8, num_experts_per_tok=2, head_dim=16,
-    )
+    config = transformers.Qwen3MoeConfig(**SMALL_MODEL, moe_intermediate_size=48, num_experts=8)
     config._experts_implementation = "eager"
     model = transformers.Qwen3MoeForCausalLM(config).eval()
     first, second = (layer.mlp.experts for layer in model.model.layers)

@@ -9,24 +9,13 @@ transformers = pytest.importorskip("transformers", minversion="5.0")
 
 from conftest import in_threads
 import switchyard
-from reference import error
+from reference import SMALL_MODEL, error
 from switchyard import _check_hf, _hf, _probe
-
-SMALL = dict(
-    hidden_size=64,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    vocab_size=96,
-    max_position_embeddings=64,
-)
 
 
 @pytest.fixture
 def qwen():
-    config = transformers.Qwen3MoeConfig(
-        **SMALL, intermediate_size=96, moe_intermediate_size=48, num_experts=8, num_experts_per_tok=2, head_dim=16
-    )
+    config = transformers.Qwen3MoeConfig(**SMALL_MODEL, intermediate_size=96, moe_intermediate_size=48, num_experts=8)
     return transformers.Qwen3MoeForCausalLM(config).eval()
 
 
@@ -328,9 +317,7 @@ def test_check_hf(tmp_path, capsys):
 @pytest.mark.parametrize("ranks", [1, 2])
 @torch.no_grad()
 def test_a_layer_of_a_checkpoint(tmp_path, ranks):
-    config = transformers.MixtralConfig(
-        **SMALL, intermediate_size=48, num_local_experts=8, num_experts_per_tok=2
-    )
+    config = transformers.MixtralConfig(**SMALL_MODEL, intermediate_size=48, num_local_experts=8)
     config._experts_implementation = "eager"
     model = transformers.MixtralForCausalLM(config).eval()
     model.save_pretrained(tmp_path)

@@ -270,7 +270,7 @@ def test_triton_blocks_have_every_row_once(triton_bench):
 def test_triton_bench_checks_what_it_times(triton_bench):
     import torch
 
-    shape = triton_bench.Shape("small", 5, 2, 192, 96)
+    shape = triton_bench.tuner.Model("small", 5, 2, 192, 96)
     problem = triton_bench.Problem(shape, 1, torch.device("cpu"))
     for counts in ([3, 0, 17, 40, 2], [0, 0, 0, 0, 8]):
         problem.set_counts(counts)

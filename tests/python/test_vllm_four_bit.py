@@ -11,19 +11,8 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import reference
-from four_bit_cases import (
-    GPT_OSS,
-    SEEN,
-    Case,
-    E,
-    H,
-    I,
-    T,
-    batch,
-    expected_of,
-    require_as_exact_as_torch,
-    require_mistakes_seen,
-)
+from four_bit_cases import GPT_OSS, SEEN, Case, E, H, I, T, batch, expected_of
+from four_bit_cases import require_as_exact_as_torch, require_mistakes_seen
 from reference import Packed, as_words, error, experts
 from switchyard import Activation, InvalidArgument, ShapeMismatch, Unsupported
 from vllm_ranks import compressed_config, deepseek_v4_config, load_experts, one_rank

@@ -21,18 +21,8 @@ import torch.multiprocessing
 import switchyard
 import switchyard.vllm
 from reference import error, experts, fp8_experts, fp8_values
-from vllm_ranks import (
-    E,
-    H,
-    I,
-    compressed_config,
-    deepseek_v4_config,
-    factory,
-    in_int4,
-    in_mxfp4,
-    load_experts,
-    on_cpus,
-)
+from vllm_ranks import E, H, I, arguments_of, compressed_config, deepseek_v4_config, factory
+from vllm_ranks import in_int4, in_mxfp4, load_experts, on_cpus
 
 K, MOST = 2, 40  # most tokens of a rank's step
 DEADLINE = 3.0
@@ -90,15 +80,7 @@ class Rank:
         from vllm.config import set_current_vllm_config
 
         config = config or self.config()
-        given = {
-            "num_experts": E,
-            "top_k": K,
-            "hidden_size": H,
-            "intermediate_size": I,
-            "params_dtype": torch.bfloat16,
-            "prefix": "experts",
-            "custom_routing_function": chosen,
-        }
+        given = arguments_of("experts", custom_routing_function=chosen)
         with set_current_vllm_config(config):
             runner = factory()(**given | arguments)
         self.is_fused(runner, config)

@@ -44,6 +44,12 @@ def factory():
     return getattr(layer, "FusedMoEFactory", None) or layer.FusedMoE  # the name of before 0.33
 
 
+def arguments_of(prefix, **more):
+    """The factory's arguments for the layer that the tests make."""
+    sizes = {"num_experts": E, "top_k": K, "hidden_size": H, "intermediate_size": I}
+    return sizes | {"params_dtype": torch.bfloat16, "prefix": prefix} | more
+
+
 @functools.cache
 def one_rank():
     """vLLM with the plugin, one process, on its platform for CPUs: a function that makes a layer.
@@ -71,16 +77,8 @@ def one_rank():
         config = VllmConfig(additional_config=additional, device_config=DeviceConfig("cpu"))
         if change:
             change(config)
-        given = {
-            "num_experts": E,
-            "top_k": K,
-            "hidden_size": H,
-            "intermediate_size": I,
-            "params_dtype": torch.bfloat16,
-            "prefix": "model.layers.0.mlp.experts",
-        }
         with set_current_vllm_config(config):
-            return factory()(**given | arguments).routed_experts
+            return factory()(**arguments_of("model.layers.0.mlp.experts") | arguments).routed_experts
 
     return make
 
