@@ -126,14 +126,10 @@ def plan_of(point, all_ids, rank):
     places = torch.empty(owners.numel(), dtype=torch.long)
     places[all_ids[rank].long().flatten().sort(stable=True).indices] = torch.arange(owners.numel())
     return Plan(
-        send_tokens=torch.cat(by_receiver),
-        send_splits=[len(t) for t in by_receiver],
+        send_tokens=torch.cat(by_receiver), send_splits=[len(t) for t in by_receiver],
         receive_splits=torch.bincount(received // point.tokens, minlength=ranks).tolist(),
-        expand=which[order],
-        return_rows=torch.cat(back),
-        return_splits=[len(t) for t in back],
-        result_splits=torch.bincount(owners.flatten(), minlength=ranks).tolist(),
-        places=places,
+        expand=which[order], return_rows=torch.cat(back), return_splits=[len(t) for t in back],
+        result_splits=torch.bincount(owners.flatten(), minlength=ranks).tolist(), places=places,
     )
 
 

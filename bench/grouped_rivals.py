@@ -379,13 +379,9 @@ def quack_bf16(problem, copies):
 
 IMPLEMENTATIONS = {
     "bf16": {
-        "switchyard": ours,
-        "switchyard, index": ours_indexed,
-        "switchyard, padded": ours_padded,
-        "torch._grouped_mm": torch_bf16,
-        "DeepGEMM contiguous": deepgemm_contiguous,
-        "DeepGEMM masked": deepgemm_masked,
-        "quack": quack_bf16,
+        "switchyard": ours, "switchyard, index": ours_indexed, "switchyard, padded": ours_padded,
+        "torch._grouped_mm": torch_bf16, "DeepGEMM contiguous": deepgemm_contiguous,
+        "DeepGEMM masked": deepgemm_masked, "quack": quack_bf16,
     },
     "fp8": {
         "switchyard": ours,
@@ -400,9 +396,7 @@ IMPLEMENTATIONS = {
 
 # The layout of the rows that an implementation takes; of others it is packed.
 LAYOUTS = {
-    "switchyard, index": "index",
-    "switchyard, padded": "padded",
-    "DeepGEMM contiguous": "blocked",
+    "switchyard, index": "index", "switchyard, padded": "padded", "DeepGEMM contiguous": "blocked",
     "DeepGEMM masked": "padded",
 }
 
@@ -496,38 +490,20 @@ def row_of(problem, name, version, times, accuracy, rotation, args):
     reached = round(balancedness(problem.counts), 4) if point.uneven else None
     limit = floor_us(problem)
     return {
-        "suite": "grouped",
-        "machine": machine(),
-        "commit": args.commit,
-        "command": args.command,
-        "implementation": name,
-        "version": version,
-        "experts": point.experts,
-        "n": point.n,
-        "k": point.k,
-        "rows_per_expert": point.rows,
-        "activation": "swiglu" if point.swiglu else "none",
-        "dtype": problem.dtype,
-        "compute": problem.dtype,
-        "layout": LAYOUTS.get(name, "packed"),
-        "beta": None if reached is None else round(reached, 2),
-        "beta_reached": reached,
-        "rows": problem.rows,
-        "experts_hit": sum(count > 0 for count in problem.counts),
-        "median_us": round(percentile(times, 0.5), 2),
-        "p10_us": round(percentile(times, 0.1), 2),
-        "p90_us": round(percentile(times, 0.9), 2),
-        "repeats": len(times),
-        "touched_bytes": problem.touched_bytes,
-        "flops": problem.flops,
+        "suite": "grouped", "machine": machine(), "commit": args.commit, "command": args.command,
+        "implementation": name, "version": version, "experts": point.experts, "n": point.n,
+        "k": point.k, "rows_per_expert": point.rows,
+        "activation": "swiglu" if point.swiglu else "none", "dtype": problem.dtype,
+        "compute": problem.dtype, "layout": LAYOUTS.get(name, "packed"),
+        "beta": None if reached is None else round(reached, 2), "beta_reached": reached,
+        "rows": problem.rows, "experts_hit": sum(count > 0 for count in problem.counts),
+        "median_us": round(percentile(times, 0.5), 2), "p10_us": round(percentile(times, 0.1), 2),
+        "p90_us": round(percentile(times, 0.9), 2), "repeats": len(times),
+        "touched_bytes": problem.touched_bytes, "flops": problem.flops,
         "tflops": round(problem.flops / percentile(times, 0.5) / 1e6, 1),
-        "floor_us": None if limit is None else round(limit, 2),
-        "median_us_no_graph": None,
-        "rotation_copies": rotation[0],
-        "rotation_passes": rotation[1],
-        "error": accuracy[0],
-        "error_bound": accuracy[1],
-        "times_us": [round(us, 2) for us in times],
+        "floor_us": None if limit is None else round(limit, 2), "median_us_no_graph": None,
+        "rotation_copies": rotation[0], "rotation_passes": rotation[1], "error": accuracy[0],
+        "error_bound": accuracy[1], "times_us": [round(us, 2) for us in times],
     }
 
 

@@ -43,13 +43,8 @@ def by_python(tokens, copies, passes, repeats):
     layers = []
     memory = switchyard.Memory(
         switchyard.Workspace(
-            hidden=HIDDEN,
-            intermediate=INTERMEDIATE,
-            experts=EXPERTS,
-            top_k=TOP_K,
-            max_tokens=tokens,
-            compute="bf16",
-            device="cuda",
+            hidden=HIDDEN, intermediate=INTERMEDIATE, experts=EXPERTS, top_k=TOP_K,
+            max_tokens=tokens, compute="bf16", device="cuda",
         )
     )
     for _ in range(copies):
@@ -112,17 +107,10 @@ def main():
         )
         rows.append(
             {
-                "suite": "python_gpu",
-                "machine": row["machine"],
-                "commit": args.commit,
-                "command": "bench/python_gpu.py",
-                "model": "olmoe",
-                "dtype": "bf16",
-                "tokens_per_rank": tokens,
-                "median_us": medians[1],
-                "bench_us": medians[0],
-                "times_us": python,
-                "bench_times_us": command,
+                "suite": "python_gpu", "machine": row["machine"], "commit": args.commit,
+                "command": "bench/python_gpu.py", "model": "olmoe", "dtype": "bf16",
+                "tokens_per_rank": tokens, "median_us": medians[1], "bench_us": medians[0],
+                "times_us": python, "bench_times_us": command,
             }
         )
     if args.json:

@@ -35,38 +35,21 @@ def config_of(model: str, layers: int | None) -> transformers.PretrainedConfig:
     """Geometry as published (config.json of allenai/OLMoE-1B-7B-0924, Qwen/Qwen3-30B-A3B)."""
     if model == "olmoe":
         return transformers.OlmoeConfig(
-            hidden_size=2048,
-            intermediate_size=1024,
-            num_hidden_layers=layers or 16,
-            num_attention_heads=16,
-            num_key_value_heads=16,
-            num_experts=64,
-            num_experts_per_tok=8,
+            hidden_size=2048, intermediate_size=1024, num_hidden_layers=layers or 16,
+            num_attention_heads=16, num_key_value_heads=16, num_experts=64, num_experts_per_tok=8,
             vocab_size=50304,
         )
     if model == "qwen3-30b":
         return transformers.Qwen3MoeConfig(
-            hidden_size=2048,
-            intermediate_size=6144,
-            moe_intermediate_size=768,
-            num_hidden_layers=layers or 48,
-            num_attention_heads=32,
-            num_key_value_heads=4,
-            head_dim=128,
-            num_experts=128,
-            num_experts_per_tok=8,
-            norm_topk_prob=True,
+            hidden_size=2048, intermediate_size=6144, moe_intermediate_size=768,
+            num_hidden_layers=layers or 48, num_attention_heads=32, num_key_value_heads=4,
+            head_dim=128, num_experts=128, num_experts_per_tok=8, norm_topk_prob=True,
             vocab_size=151936,
         )
     if model == "tiny":  # to try this program without a GPU
         return transformers.OlmoeConfig(
-            hidden_size=256,
-            intermediate_size=128,
-            num_hidden_layers=layers or 2,
-            num_attention_heads=4,
-            num_key_value_heads=4,
-            num_experts=8,
-            num_experts_per_tok=2,
+            hidden_size=256, intermediate_size=128, num_hidden_layers=layers or 2,
+            num_attention_heads=4, num_key_value_heads=4, num_experts=8, num_experts_per_tok=2,
             vocab_size=512,
         )
     raise SystemExit(f"--model is {model!r}; use olmoe, qwen3-30b or tiny")
@@ -212,11 +195,8 @@ def measure(args: argparse.Namespace, model: Any, implementation: str, device: t
         lambda: model(first, use_cache=True, logits_to_keep=1), args.repeats, device
     )
     common = {
-        "suite": "transformers",
-        "model": args.model,
-        "dtype": args.dtype,
-        "implementation": implementation,
-        "layers": model.config.num_hidden_layers,
+        "suite": "transformers", "model": args.model, "dtype": args.dtype,
+        "implementation": implementation, "layers": model.config.num_hidden_layers,
     }
     rows.append(
         common | {"batch": 1, "prompt": args.prompt, "graph": False}

@@ -18,33 +18,15 @@ from result_tables.common import RESULTS, for_each_card
 from result_tables.four_gpus import four_flashinfer, four_published, four_rivals, scaling_table, skewed_table
 from result_tables.frameworks import check_hf, engines_table, transformers_table
 from result_tables.layers import (
-    FP8_SCALES,
-    astero_table,
-    comparisons_table,
-    cpu_table,
-    four_bit_table,
-    gpu_table,
-    products_table,
-    ranks_table,
-    sonic_moe_table,
+    FP8_SCALES, astero_table, comparisons_table, cpu_table, four_bit_table, gpu_table,
+    products_table, ranks_table, sonic_moe_table,
 )
 from result_tables.parts import (
-    all_to_all_table,
-    exchange_table,
-    failure_trials_table,
-    grouped_table,
-    hosts_chaos_table,
-    hosts_on_paper_table,
-    hosts_table,
-    stragglers_table,
+    all_to_all_table, exchange_table, failure_trials_table, grouped_table, hosts_chaos_table,
+    hosts_on_paper_table, hosts_table, stragglers_table,
 )
 from result_tables.thesis import (
-    thesis_beside,
-    thesis_bytes,
-    thesis_launches,
-    thesis_memory,
-    thesis_times,
-    thesis_utilisation,
+    thesis_beside, thesis_bytes, thesis_launches, thesis_memory, thesis_times, thesis_utilisation,
 )
 from result_tables.tuner import tuner_table
 

@@ -3,14 +3,7 @@
 import statistics
 
 from result_tables.common import (
-    MODEL_NAMES,
-    NOT_MEASURED,
-    gain_of,
-    gpu_provenance,
-    keyed,
-    load,
-    microseconds,
-    table,
+    MODEL_NAMES, NOT_MEASURED, gain_of, gpu_provenance, keyed, load, microseconds, table,
     time_over_floor,
 )
 

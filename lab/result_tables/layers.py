@@ -4,28 +4,9 @@ import re
 import statistics
 
 from result_tables.common import (
-    NOT_MEASURED,
-    by_ranks,
-    compute_of,
-    describe_layer,
-    floor_terms,
-    gain_of,
-    gpu_method,
-    gpu_provenance,
-    gpu_row_cells,
-    gpu_summary,
-    keyed,
-    load,
-    medians,
-    microseconds,
-    natural,
-    provenance,
-    rate_cells,
-    rivals_of,
-    roofs_of,
-    short_card,
-    table,
-    time_over_floor,
+    NOT_MEASURED, by_ranks, compute_of, describe_layer, floor_terms, gain_of, gpu_method,
+    gpu_provenance, gpu_row_cells, gpu_summary, keyed, load, medians, microseconds, natural,
+    provenance, rate_cells, rivals_of, roofs_of, short_card, table, time_over_floor,
 )
 
 

@@ -3,13 +3,7 @@
 import statistics
 
 from result_tables.common import (
-    NOT_MEASURED,
-    gpu_provenance,
-    gpu_row_cells,
-    load,
-    microseconds,
-    rate_cells,
-    table,
+    NOT_MEASURED, gpu_provenance, gpu_row_cells, load, microseconds, rate_cells, table,
     time_over_floor,
 )
 

@@ -21,21 +21,13 @@ DTYPE_NAMES = ["none", "f32", "f16", "bf16", "f8_e4m3", "i32", "i64", "u8", "f8_
 # Bytes; of four-bit types 0, since two share one: see `_bytes`.
 ITEM_SIZES = [0, 4, 2, 2, 1, 4, 8, 1, 1, 0, 0]
 _NAMES = {
-    "float32": _abi.F32,
-    "float16": _abi.F16,
-    "bfloat16": _abi.BF16,
-    "float8_e4m3fn": _abi.F8_E4M3,
-    "int32": _abi.I32,
-    "int64": _abi.I64,
-    "uint8": _abi.U8,
-    "float8_e8m0fnu": _abi.F8_E8M0,
+    "float32": _abi.F32, "float16": _abi.F16, "bfloat16": _abi.BF16, "float8_e4m3fn": _abi.F8_E4M3,
+    "int32": _abi.I32, "int64": _abi.I64, "uint8": _abi.U8, "float8_e8m0fnu": _abi.F8_E8M0,
 }
 # Arrays that hold packed weights of four bits have these dtypes, too: their bytes are read.
 _PACKED = {"int8": _abi.U8, "float4_e2m1fn_x2": _abi.U8}
 _SHORT = {name: i for i, name in enumerate(DTYPE_NAMES)} | {
-    "fp32": _abi.F32,
-    "fp16": _abi.F16,
-    "fp8": _abi.F8_E4M3,
+    "fp32": _abi.F32, "fp16": _abi.F16, "fp8": _abi.F8_E4M3,
 }
 # dtype -> number; torch's dtypes are put here as they come.
 DTYPES: dict[Any, int] = {}
@@ -134,14 +126,8 @@ class _DLVersioned(ctypes.Structure):
 # DLPack's numbers: https://dmlc.github.io/dlpack/latest/c_api.html
 _DL_READ_ONLY, _DL_IS_COPY = 1, 2
 _DL_DTYPES = {
-    (2, 32): _abi.F32,
-    (2, 16): _abi.F16,
-    (4, 16): _abi.BF16,
-    (10, 8): _abi.F8_E4M3,
-    (14, 8): _abi.F8_E8M0,
-    (0, 32): _abi.I32,
-    (0, 64): _abi.I64,
-    (1, 8): _abi.U8,
+    (2, 32): _abi.F32, (2, 16): _abi.F16, (4, 16): _abi.BF16, (10, 8): _abi.F8_E4M3,
+    (14, 8): _abi.F8_E8M0, (0, 32): _abi.I32, (0, 64): _abi.I64, (1, 8): _abi.U8,
 }
 # CPU, CUDA, pinned host memory and managed memory.
 _DL_DEVICES = {1: _abi.CPU, 2: _abi.CUDA, 3: _abi.CPU, 13: _abi.CUDA}

@@ -23,23 +23,12 @@ _MAX_F32_ERROR = 1e-5
 _MAX_BF16_RATIO = 2.0
 # A published clamp, 7 or 10, is beyond what random activations reach.
 _SIZES = {
-    "hidden_size": _HIDDEN,
-    "d_model": _HIDDEN,
-    "intermediate_size": _INTERMEDIATE,
-    "moe_intermediate_size": _INTERMEDIATE,
-    "expert_ffn_hidden_size": _INTERMEDIATE,
-    "ffn_hidden_size": _INTERMEDIATE,
-    "expert_hidden_size": _INTERMEDIATE,
-    "moe_latent_size": None,
-    "num_experts": _EXPERTS,
-    "num_local_experts": _EXPERTS,
-    "n_routed_experts": _EXPERTS,
-    "moe_num_experts": _EXPERTS,
-    "num_experts_per_tok": _TOP_K,
-    "moe_topk": _TOP_K,
-    "moe_top_k": _TOP_K,
-    "top_k_experts": _TOP_K,
-    "shared_expert_intermediate_size": _INTERMEDIATE,
+    "hidden_size": _HIDDEN, "d_model": _HIDDEN, "intermediate_size": _INTERMEDIATE,
+    "moe_intermediate_size": _INTERMEDIATE, "expert_ffn_hidden_size": _INTERMEDIATE,
+    "ffn_hidden_size": _INTERMEDIATE, "expert_hidden_size": _INTERMEDIATE, "moe_latent_size": None,
+    "num_experts": _EXPERTS, "num_local_experts": _EXPERTS, "n_routed_experts": _EXPERTS,
+    "moe_num_experts": _EXPERTS, "num_experts_per_tok": _TOP_K, "moe_topk": _TOP_K,
+    "moe_top_k": _TOP_K, "top_k_experts": _TOP_K, "shared_expert_intermediate_size": _INTERMEDIATE,
 }
 
 

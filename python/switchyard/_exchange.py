@@ -22,10 +22,7 @@ CombineWeights = Literal["receiver", "sender", "none"]
 _WEIGHTS = ("receiver", "sender", "none")
 # Names that arrays of torch and numpy have for dtypes.
 _TYPES = {
-    _abi.F32: "float32",
-    _abi.F16: "float16",
-    _abi.BF16: "bfloat16",
-    _abi.F8_E4M3: "float8_e4m3fn",
+    _abi.F32: "float32", _abi.F16: "float16", _abi.BF16: "bfloat16", _abi.F8_E4M3: "float8_e4m3fn",
 }
 
 
@@ -241,13 +238,8 @@ class Exchange(Owned):
         else:
             c_layout = _layout("layout", layout)
         spec = _abi.ExchangeSpec(
-            hidden=hidden,
-            num_experts=num_experts,
-            top_k=top_k,
-            max_tokens=max_tokens,
-            dispatch=code,
-            combine=back,
-            weights=_WEIGHTS.index(weights),
+            hidden=hidden, num_experts=num_experts, top_k=top_k, max_tokens=max_tokens,
+            dispatch=code, combine=back, weights=_WEIGHTS.index(weights),
             pre_sum=_values.flag("pre_sum", pre_sum),
             pre_sum_per_host=_values.flag("pre_sum_per_host", pre_sum_per_host),
             large_ids_are_none=_values.flag("large_ids_are_none", large_ids_are_none),
@@ -258,11 +250,8 @@ class Exchange(Owned):
             spec.placement = placement_of(table, len(placement))
         gpu = _gpu_of(device)
         options = _abi.ExchangeOptions(
-            backend=_abi.CPU if gpu is None else _abi.CUDA,
-            num_threads=num_threads,
-            device=-1 if gpu is None else gpu,
-            max_sms=max_sms,
-            trace=_values.flag("trace", trace),
+            backend=_abi.CPU if gpu is None else _abi.CUDA, num_threads=num_threads,
+            device=-1 if gpu is None else gpu, max_sms=max_sms, trace=_values.flag("trace", trace),
             deadline_seconds=deadline,
         )
         handle = ctypes.c_void_p()
@@ -434,15 +423,12 @@ class Exchange(Owned):
             scales_out = _arrays.empty(like, "x", (rows, (self.hidden + 127) // 128), "float32")
         experts = len(self.own_experts)
         received = Received(
-            rows=out,
-            ends=_arrays.empty(like, "x", (experts,), "int32"),
+            rows=out, ends=_arrays.empty(like, "x", (experts,), "int32"),
             counts=_arrays.empty(like, "x", (experts,), "int32"),
             num_rows=_arrays.empty(like, "x", (1,), "int32"),
             origins=_arrays.empty(like, "x", (rows, 3), "int32"),
-            weights=_arrays.empty(like, "x", (rows,), "float32"),
-            scales=scales_out,
-            layout=self.layout,
-            handle=handle,
+            weights=_arrays.empty(like, "x", (rows,), "float32"), scales=scales_out,
+            layout=self.layout, handle=handle,
         )
         call = _abi.DispatchOutput(stream=self._stream(like))
         keep = []

@@ -137,16 +137,11 @@ class Experts(Handle):
             weights.correction_bias = keep.describe("correction_bias", correction_bias, copied=True)
         c_routing = (routing or Routing())._to_c(correction_bias is not None)
         spec = _abi.LayerSpec(
-            routing=ctypes.pointer(c_routing),
-            hidden=hidden,
-            intermediate=intermediate,
-            num_experts=_num_experts(placement, count, world),
-            top_k=top_k,
+            routing=ctypes.pointer(c_routing), hidden=hidden, intermediate=intermediate,
+            num_experts=_num_experts(placement, count, world), top_k=top_k,
             expert_bias=int(w13_bias is not None or w2_bias is not None),
-            weight_on_input=int(numerics.weight_on_input),
-            capacity_factor=numerics.capacity_factor,
-            capacity_rule=int(numerics.capacity_rule == "tokens"),
-            activation=activation._to_c(),
+            weight_on_input=int(numerics.weight_on_input), capacity_factor=numerics.capacity_factor,
+            capacity_rule=int(numerics.capacity_rule == "tokens"), activation=activation._to_c(),
         )
         options = _options_of(numerics, placement, diagnostics, weights.down.weight, max_tokens)
         with creating(world, memory.workspace):
@@ -211,15 +206,7 @@ class Experts(Handle):
         if out is None:
             out = self._new_out(x, x_scale, accumulate)
         self._run(
-            x,
-            None,
-            None,
-            out,
-            x_scale,
-            accumulate,
-            scale,
-            logits=logits,
-            ids_out=ids_out,
+            x, None, None, out, x_scale, accumulate, scale, logits=logits, ids_out=ids_out,
             weights_out=weights_out,
         )
         return out
@@ -260,19 +247,8 @@ class Experts(Handle):
             if not self._has_biases and bias is not None:
                 raise ShapeMismatch(f"{name} is given, but the layer was made without; leave it None")
         weights, sizes, keep = weights_of(
-            w13,
-            w2,
-            self.activation,
-            self.order,
-            self.transposed,
-            w13_scale,
-            w2_scale,
-            self._block,
-            w13_bias,
-            w2_bias,
-            self._weight_format,
-            w13_zero,
-            w2_zero,
+            w13, w2, self.activation, self.order, self.transposed, w13_scale, w2_scale, self._block,
+            w13_bias, w2_bias, self._weight_format, w13_zero, w2_zero,
         )
         if sizes != self._sizes:
             raise ShapeMismatch(
@@ -320,19 +296,14 @@ def _options_of(
             "the weights to the GPU"
         )
     return _abi.LayerOptions(
-        backend=_abi.CUDA if cuda else _abi.CPU,
-        max_tokens=max_tokens,
+        backend=_abi.CUDA if cuda else _abi.CPU, max_tokens=max_tokens,
         num_threads=placement.num_threads,
         device=(w2.device_id if device is None else device) if cuda else -1,
-        reserved_sms=placement.reserved_sms,
-        compute=compute_code(numerics.compute, w2.dtype),
-        trace=int(diagnostics.trace),
-        bad_ids=int(numerics.bad_ids == "skip"),
+        reserved_sms=placement.reserved_sms, compute=compute_code(numerics.compute, w2.dtype),
+        trace=int(diagnostics.trace), bad_ids=int(numerics.bad_ids == "skip"),
         large_ids_are_none=int(numerics.large_ids_are_none),
-        pre_sum_per_host=int(numerics.pre_sum_per_host),
-        deadline_seconds=diagnostics.deadline,
-        recorded_steps=diagnostics.recorded_steps,
-        name=_values.text("name", diagnostics.name),
+        pre_sum_per_host=int(numerics.pre_sum_per_host), deadline_seconds=diagnostics.deadline,
+        recorded_steps=diagnostics.recorded_steps, name=_values.text("name", diagnostics.name),
     )
 
 
@@ -345,19 +316,12 @@ def workspace_for(
         Experts(w13, w2, top_k=top_k, max_tokens=1, numerics=numerics, placement=placement, **options)
     ) as layer:
         return Workspace(
-            placement.world,
-            hidden=layer.hidden,
-            intermediate=layer.intermediate,
+            placement.world, hidden=layer.hidden, intermediate=layer.intermediate,
             experts=layer.num_experts if placement.experts is None else len(placement.experts),
-            top_k=top_k,
-            max_tokens=max_tokens,
-            compute=layer.compute,
-            weight_on_input=numerics.weight_on_input,
-            activation=layer.activation,
-            device=layer.device,
-            reserved_sms=placement.reserved_sms,
-            num_threads=placement.num_threads,
-            pre_sum_per_host=numerics.pre_sum_per_host,
+            top_k=top_k, max_tokens=max_tokens, compute=layer.compute,
+            weight_on_input=numerics.weight_on_input, activation=layer.activation,
+            device=layer.device, reserved_sms=placement.reserved_sms,
+            num_threads=placement.num_threads, pre_sum_per_host=numerics.pre_sum_per_host,
         )
 
 
@@ -401,11 +365,8 @@ def experts(
         As `Experts` and ``Experts.__call__`` do.
     """
     layer = cached(
-        w13,
-        w2,
-        top_k=_arrays.shape("topk_ids", topk_ids, 2)[1],
-        tokens=_arrays.shape("x", x, 2)[0],
-        **with_new_names(options),
+        w13, w2, top_k=_arrays.shape("topk_ids", topk_ids, 2)[1],
+        tokens=_arrays.shape("x", x, 2)[0], **with_new_names(options),
     )
     return layer(
         x, topk_ids, topk_weights, x_scale=x_scale, out=out, accumulate=accumulate, scale=scale
@@ -423,11 +384,8 @@ def cached(w13: Any, w2: Any, *, top_k: int, tokens: int, **options: Any) -> Exp
     )
     large = w13 if isinstance(w13, tuple) else (w13,)
     key = (
-        *(_cache.fingerprint("w13", array) for array in large),
-        _cache.fingerprint("w2", w2),
-        *map(_cache.fingerprint, names, small),
-        top_k,
-        rest,
+        *(_cache.fingerprint("w13", array) for array in large), _cache.fingerprint("w2", w2),
+        *map(_cache.fingerprint, names, small), top_k, rest,
     )
     found = _cache.find(key, small, lambda layer: tokens <= layer.max_tokens)
     if found is not None:

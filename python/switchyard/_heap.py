@@ -141,10 +141,8 @@ class SymmetricHeap(Owned):
             raise InvalidArgument("world is None; pass a switchyard.World, such as World.single()")
         bytes = _values.integer("bytes", bytes, 1, (1 << 64) - 1)
         options = _abi.HeapOptions(
-            backend=_abi.CPU if gpu is None else _abi.CUDA,
-            device=-1 if gpu is None else gpu,
-            bytes=bytes,
-            deadline_seconds=deadline,
+            backend=_abi.CPU if gpu is None else _abi.CUDA, device=-1 if gpu is None else gpu,
+            bytes=bytes, deadline_seconds=deadline,
         )
         handle = ctypes.c_void_p()
         with world._lock:
@@ -161,10 +159,7 @@ class SymmetricHeap(Owned):
         c_map = _abi.PeerMap()
         check(library.sy_heap_get_peer_map(handle, byref(c_map)))
         self.peer_map = PeerMap(
-            c_map.rank,
-            c_map.size,
-            c_map.bytes,
-            c_map.deadline_ns,
+            c_map.rank, c_map.size, c_map.bytes, c_map.deadline_ns,
             tuple(c_map.bases[r] for r in range(c_map.size)),
         )
         """Addresses, for kernels."""

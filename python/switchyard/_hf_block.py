@@ -129,18 +129,11 @@ def _read(block: torch.nn.Module) -> Block:
         some = [*range(_TOKENS), *range(len(x) - 8, len(x) - 4), len(x) - 1]
         x, sure = x[some].to(dtype), sure[some]
     return Block(
-        found=found,
-        router=router,
-        router_bias=router_bias,
-        correction_bias=None if correction is None else correction.view(-1),
-        top_k=ids.shape[1],
-        routing=routing,
-        shared=shared,
-        shared_sigmoid=None if sigmoid is None else sigmoid.view(-1),
-        watch=watch,
-        x=x,
-        out=_output(block, x),
-        sure=sure,
+        found=found, router=router, router_bias=router_bias,
+        correction_bias=None if correction is None else correction.view(-1), top_k=ids.shape[1],
+        routing=routing, shared=shared,
+        shared_sigmoid=None if sigmoid is None else sigmoid.view(-1), watch=watch, x=x,
+        out=_output(block, x), sure=sure,
     )
 
 
@@ -158,11 +151,9 @@ def _answers(
     if router_bias is not None:
         logits += router_bias.detach().double().cpu()
     return _Answers(
-        logits.float().contiguous(),
-        slack.float(),
+        logits.float().contiguous(), slack.float(),
         None if correction is None else correction.detach().float().cpu().reshape(-1).contiguous(),
-        _dense(ids, weights, len(router)),
-        ids.shape[1],
+        _dense(ids, weights, len(router)), ids.shape[1],
     )
 
 
@@ -358,12 +349,8 @@ def _candidates(block: Any, gate: Any, has_correction: bool) -> Iterator[dict[st
     ):
         if number > 1 or group_score == "sum_top_two":
             yield {
-                "score": score,
-                "top_k_before_score": before,
-                "renormalize": renormalize,
-                "groups": number,
-                "top_groups": top,
-                "group_score": group_score,
+                "score": score, "top_k_before_score": before, "renormalize": renormalize,
+                "groups": number, "top_groups": top, "group_score": group_score,
             }
     jitter = attribute("router_jitter_noise")
     if jitter is not None and not has_correction:

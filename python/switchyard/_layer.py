@@ -126,17 +126,13 @@ class MoeLayer(torch.nn.Module):
         if not is_whole(layer) or not 0 <= layer < 1 << 31:
             raise InvalidArgument(f"layer is {layer!r}; pass the index of a layer, an int from 0 on")
         options = _abi.LayerOptions(
-            backend=_abi.CUDA if cuda else _abi.CPU,
-            max_tokens=max_tokens,
-            num_threads=num_threads,
+            backend=_abi.CUDA if cuda else _abi.CPU, max_tokens=max_tokens, num_threads=num_threads,
             device=-1 if where.index is None or not cuda else where.index,
             reserved_sms=reserved_sms,
             compute=_abi.DTYPE_NONE if compute is None else _arrays.dtype_code(compute),
-            trace=_values.flag("trace", trace),
-            deadline_seconds=deadline,
+            trace=_values.flag("trace", trace), deadline_seconds=deadline,
             pre_sum_per_host=_values.flag("pre_sum_per_host", pre_sum_per_host),
-            recorded_steps=recorded_steps,
-            name=_values.text("name", name),
+            recorded_steps=recorded_steps, name=_values.text("name", name),
         )
         handle = choose_memory(options, workspace, workspace_slot)
         with world._lock:
@@ -205,15 +201,11 @@ class MoeLayer(torch.nn.Module):
         with torch.inference_mode(False), torch.no_grad():
             parts = _hf_block.read(block)
             options = _abi.LayerOptions(
-                max_tokens=max_tokens,
-                num_threads=num_threads,
-                reserved_sms=reserved_sms,
+                max_tokens=max_tokens, num_threads=num_threads, reserved_sms=reserved_sms,
                 compute=_abi.DTYPE_NONE if compute is None else _arrays.dtype_code(compute),
-                trace=_values.flag("trace", trace),
-                deadline_seconds=deadline,
+                trace=_values.flag("trace", trace), deadline_seconds=deadline,
                 pre_sum_per_host=_values.flag("pre_sum_per_host", pre_sum_per_host),
-                recorded_steps=recorded_steps,
-                name=_values.text("name", name),
+                recorded_steps=recorded_steps, name=_values.text("name", name),
             )
             handle = choose_memory(options, workspace, workspace_slot)
             layer = cls._of_block(block, parts, world, options, handle)
@@ -241,16 +233,9 @@ class MoeLayer(torch.nn.Module):
         given = found.options
         activation = given["activation"]
         weights, (count, intermediate, hidden), keep = weights_of(
-            found.w13,
-            found.w2,
-            activation,
-            given.get("order", "gate_up"),
-            given.get("transposed", False),
-            given.get("w13_scale"),
-            given.get("w2_scale"),
-            given.get("block"),
-            given.get("w13_bias"),
-            given.get("w2_bias"),
+            found.w13, found.w2, activation, given.get("order", "gate_up"),
+            given.get("transposed", False), given.get("w13_scale"), given.get("w2_scale"),
+            given.get("block"), given.get("w13_bias"), given.get("w2_bias"),
             given.get("weight_format"),
         )
 
@@ -267,12 +252,8 @@ class MoeLayer(torch.nn.Module):
                 setattr(weights, name, _abi.Matrices(weight=described(name, tensor[None])))
         routing = parts.routing._to_c(parts.correction_bias is not None)
         spec = _abi.LayerSpec(
-            routing=ctypes.pointer(routing),
-            hidden=hidden,
-            intermediate=intermediate,
-            num_experts=count,
-            top_k=parts.top_k,
-            router_bias=int(parts.router_bias is not None),
+            routing=ctypes.pointer(routing), hidden=hidden, intermediate=intermediate,
+            num_experts=count, top_k=parts.top_k, router_bias=int(parts.router_bias is not None),
             expert_bias=int(given.get("w13_bias") is not None),
             shared_intermediate=0 if parts.shared is None else parts.shared[0].shape[0],
             shared_sigmoid_gate=int(parts.shared_sigmoid is not None),
@@ -349,12 +330,7 @@ class MoeLayer(torch.nn.Module):
         if token_ids is not None:
             token_ids = token_ids.reshape(-1)
         self._layer._run(
-            x,
-            None,
-            None,
-            out.view(x.shape),
-            token_ids=token_ids,
-            ids_out=ids_out,
+            x, None, None, out.view(x.shape), token_ids=token_ids, ids_out=ids_out,
             weights_out=weights_out,
         )
         return out

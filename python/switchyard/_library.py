@@ -14,16 +14,9 @@ from ._missing import explain
 
 # Fields and parameters whose arguments have other names in Python.
 _ARGUMENTS = {
-    "budget_seconds": "budget",
-    "deadline_seconds": "deadline",
-    "layer_index": "layer",
-    "num_groups": "groups",
-    "num_ranks": "size",
-    "out_scale": "scale",
-    "pointer": "array",
-    "scale_cols": "block",
-    "scale_rows": "block",
-    "top_k_groups": "top_groups",
+    "budget_seconds": "budget", "deadline_seconds": "deadline", "layer_index": "layer",
+    "num_groups": "groups", "num_ranks": "size", "out_scale": "scale", "pointer": "array",
+    "scale_cols": "block", "scale_rows": "block", "top_k_groups": "top_groups",
 }
 # Parameters that are given as a number. An address is as wide as a pointer, which ctypes would cut to size.
 _ADDRESSES = {
@@ -127,10 +120,8 @@ def _watch_signals() -> None:
         return
     api = ctypes.pythonapi
     functions = {
-        "ensure": api.PyGILState_Ensure,
-        "release": api.PyGILState_Release,
-        "check_signals": api.PyErr_CheckSignals,
-        "fetch": api.PyErr_Fetch,
+        "ensure": api.PyGILState_Ensure, "release": api.PyGILState_Release,
+        "check_signals": api.PyErr_CheckSignals, "fetch": api.PyErr_Fetch,
         "restore": api.PyErr_Restore,
     }
     kinds = dict(_abi.Python._fields_[2:])

@@ -8,17 +8,10 @@ import re
 # Debian's packages by the names of libraries; {} is the number in a library's name, which differs between
 # releases: libdnnl.so.2 is libdnnl2 in Debian 12.
 _PACKAGES = {
-    "libdnnl": "libdnnl{}",
-    "libfmt": "libfmt{}",
-    "libfabric": "libfabric{}",
-    "libcrypto": "libssl{}",
-    "libssl": "libssl{}",
-    "libgomp": "libgomp{}",
-    "libOpenCL": "ocl-icd-libopencl{}",
-    "libstdc++": "libstdc++{}",
-    "libgcc_s": "libgcc-s{}",
-    "libnuma": "libnuma{}",
-    "libz": "zlib{}g",
+    "libdnnl": "libdnnl{}", "libfmt": "libfmt{}", "libfabric": "libfabric{}",
+    "libcrypto": "libssl{}", "libssl": "libssl{}", "libgomp": "libgomp{}",
+    "libOpenCL": "ocl-icd-libopencl{}", "libstdc++": "libstdc++{}", "libgcc_s": "libgcc-s{}",
+    "libnuma": "libnuma{}", "libz": "zlib{}g",
 }
 
 

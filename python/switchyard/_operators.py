@@ -232,9 +232,7 @@ class GroupedGemm(Reader):
             spec.weights.bias = keep.describe("bias", bias, copied=True)
         cuda = weight.device_type == _abi.CUDA
         options = _abi.GroupedGemmOptions(
-            backend=_abi.CUDA if cuda else _abi.CPU,
-            max_rows=max_rows,
-            num_threads=num_threads,
+            backend=_abi.CUDA if cuda else _abi.CPU, max_rows=max_rows, num_threads=num_threads,
             device=weight.device_id if cuda else -1,
             compute=_abi.DTYPE_NONE if compute is None else _arrays.dtype_code(compute),
         )
@@ -418,16 +416,8 @@ def grouped_gemm(
         weight_format=weight_format, compute=compute, schedule=schedule,
     )
     return gemm(
-        x,
-        ends,
-        x_scale=x_scale,
-        layout=layout,
-        index=index,
-        out=out,
-        out_layout=out_layout,
-        out_index=out_index,
-        row_weights=row_weights,
-        products=products,
+        x, ends, x_scale=x_scale, layout=layout, index=index, out=out, out_layout=out_layout,
+        out_index=out_index, row_weights=row_weights, products=products,
     )
 
 
@@ -524,13 +514,8 @@ def permute(ids: Any, num_experts: int, layout: Layout = "packed") -> Permutatio
         check(library.sy_permute_workspace(shape[0] * shape[1], num_experts, byref(size)))
         workspace = _arrays.empty(ids, "ids", (size.value,), "uint8")
         call = _abi.PermuteCall(
-            num_experts=num_experts,
-            stream=_arrays.current_stream(ids),
-            layout=c_layout,
-            ids=described,
-            ends=c_ends,
-            positions=c_positions,
-            tokens=c_tokens,
+            num_experts=num_experts, stream=_arrays.current_stream(ids), layout=c_layout,
+            ids=described, ends=c_ends, positions=c_positions, tokens=c_tokens,
             workspace=_arrays.describe("the workspace", workspace)[0],
         )
         dropped = None
@@ -543,13 +528,8 @@ def permute(ids: Any, num_experts: int, layout: Layout = "packed") -> Permutatio
     rows = ctypes.c_int64()
     check(
         library.sy_permute(
-            byref(described),
-            num_experts,
-            byref(c_layout),
-            byref(c_ends),
-            byref(c_positions),
-            byref(c_tokens),
-            byref(rows),
+            byref(described), num_experts, byref(c_layout), byref(c_ends), byref(c_positions),
+            byref(c_tokens), byref(rows),
         )
     )
     del keep

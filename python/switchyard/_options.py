@@ -235,10 +235,7 @@ class Diagnostics:
 
 
 KINDS: dict[str, Any] = {
-    "numerics": Numerics,
-    "placement": Placement,
-    "memory": Memory,
-    "diagnostics": Diagnostics,
+    "numerics": Numerics, "placement": Placement, "memory": Memory, "diagnostics": Diagnostics,
 }
 # Keyword arguments of version 0.1.0: which value has them now, and under which name.
 RENAMED = {field.name: (of, field.name) for of, kind in KINDS.items() for field in dataclasses.fields(kind)}

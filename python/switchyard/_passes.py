@@ -291,23 +291,10 @@ class Handle(Reader):
         are passed.
         """
         seen = (
-            x.shape,
-            x.stride(),
-            x.dtype,
-            x.device,
-            x.is_neg() or topk_weights.is_neg() or out.is_neg(),
-            topk_ids.shape,
-            topk_ids.stride(),
-            topk_ids.dtype,
-            topk_ids.device,
-            topk_weights.stride(),
-            topk_weights.shape,
-            topk_weights.dtype,
-            topk_weights.device,
-            out.shape,
-            out.stride(),
-            out.dtype,
-            out.device,
+            x.shape, x.stride(), x.dtype, x.device,
+            x.is_neg() or topk_weights.is_neg() or out.is_neg(), topk_ids.shape, topk_ids.stride(),
+            topk_ids.dtype, topk_ids.device, topk_weights.stride(), topk_weights.shape,
+            topk_weights.dtype, topk_weights.device, out.shape, out.stride(), out.dtype, out.device,
         )
         with self._lock:
             if self._in_call:
@@ -345,15 +332,8 @@ class Handle(Reader):
         together = all(t.device == x.device and t.is_contiguous() for t in tensors)
         if alike and together and topk_weights.shape == topk_ids.shape:
             self._fast = (
-                x.shape,
-                x.dtype,
-                x.device,
-                topk_ids.shape,
-                topk_ids.dtype,
-                topk_weights.dtype,
-                self._slots,
-                self._handle,
-                self._call_address,
+                x.shape, x.dtype, x.device, topk_ids.shape, topk_ids.dtype, topk_weights.dtype,
+                self._slots, self._handle, self._call_address,
                 x.device.index if x.device.type == "cuda" else None,
             )
 
@@ -545,11 +525,6 @@ class Handle(Reader):
         if accumulate:
             raise InvalidArgument("accumulate is True, but out is None; pass what to add to")
         return torch.ops.switchyard.experts(
-            x,
-            topk_ids,
-            topk_weights,
-            x_scale,
-            list(self._parameters) if wanted else [],
-            scale,
+            x, topk_ids, topk_weights, x_scale, list(self._parameters) if wanted else [], scale,
             self._number,
         )

@@ -109,17 +109,12 @@ class Routing:
                 "correction_bias is given, but method='sparse_mixer' has no use for it; leave it out"
             )
         return _abi.Routing(
-            method=_METHODS.index(self.method),
-            score=_SCORES.index(self.score),
-            top_k_before_score=int(self.top_k_before_score),
-            renormalize=int(self.renormalize),
+            method=_METHODS.index(self.method), score=_SCORES.index(self.score),
+            top_k_before_score=int(self.top_k_before_score), renormalize=int(self.renormalize),
             renormalize_epsilon=self.renormalize_epsilon,
-            has_correction_bias=int(has_correction_bias),
-            num_groups=self.groups,
-            top_k_groups=self.top_groups,
-            group_score=_GROUP_SCORES.index(self.group_score),
-            scale=self.scale,
-            jitter_eps=self.jitter_eps,
+            has_correction_bias=int(has_correction_bias), num_groups=self.groups,
+            top_k_groups=self.top_groups, group_score=_GROUP_SCORES.index(self.group_score),
+            scale=self.scale, jitter_eps=self.jitter_eps,
         )
 
 

@@ -30,34 +30,18 @@ from sglang.srt.server_args import add_moe_runner_backend_choices
 
 from ._four_bit import WeightFormat
 from ._serving import (
-    NO_EPLB,
-    WEIGHTS,
-    Binding,
-    other_signature,
-    refresh_all,
-    refuse_int4,
-    taken_types,
+    NO_EPLB, WEIGHTS, Binding, other_signature, refresh_all, refuse_int4, taken_types,
 )
 from ._sglang_ranks import architecture, dispatcher, is_fused, ranks_of, stand_in
 from ._sglang_setup import (
-    FUSED_MODELS,
-    Deployment,
-    Fused,
-    activation_of,
-    capacity,
-    capacity_of_rank,
-    log,
-    options_of,
+    FUSED_MODELS, Deployment, Fused, activation_of, capacity, capacity_of_rank, log, options_of,
     refuse,
 )
 from .errors import Unsupported
 
 NAME = "switchyard"
 _METHODS = (
-    UnquantizedFusedMoEMethod,
-    Fp8MoEMethod,
-    Mxfp4MoEMethod,
-    CompressedTensorsFusedMoEMethod,
+    UnquantizedFusedMoEMethod, Fp8MoEMethod, Mxfp4MoEMethod, CompressedTensorsFusedMoEMethod,
 )
 # Methods whose create_moe_runner() raises at a name not SGLang's own, or takes a kernel of its own.
 _FOUR_BITS = (Mxfp4MoEMethod, CompressedTensorsFusedMoEMethod)
@@ -100,10 +84,8 @@ def deployment(config: Any) -> Deployment:
         device=setting("device") or "cuda",
         ranks=max(map(group_size, ("moe_ep_size", "moe_tp_size", "tp_size", "attn_dp_size"))),
         a2a_backend="none" if is_fused() else moe_utils.get_moe_a2a_backend().value,
-        two_batch_overlap=bool(flags.tbo_enabled),
-        single_batch_overlap=bool(flags.sbo_enabled),
-        lora=bool(setting("enable_lora") or setting("lora_paths")),
-        no_combine=config.no_combine,
+        two_batch_overlap=bool(flags.tbo_enabled), single_batch_overlap=bool(flags.sbo_enabled),
+        lora=bool(setting("enable_lora") or setting("lora_paths")), no_combine=config.no_combine,
         fused=fused(config) if is_fused() else None,
     )
 
@@ -157,12 +139,8 @@ def arrays(info: Any) -> dict[str, Any]:
     if not isinstance(info, TritonMoeQuantInfo):
         raise Unsupported(f"the experts come as {type(info).__name__}; {WEIGHTS}")
     return {
-        "w13": info.w13_weight,
-        "w2": info.w2_weight,
-        "w13_scale": info.w13_scale,
-        "w2_scale": info.w2_scale,
-        "w13_bias": info.b13,
-        "w2_bias": info.b2,
+        "w13": info.w13_weight, "w2": info.w2_weight, "w13_scale": info.w13_scale,
+        "w2_scale": info.w2_scale, "w13_bias": info.b13, "w2_bias": info.b2,
     }
 
 
@@ -184,16 +162,11 @@ class SwitchyardRunner(MoeRunner):
         scaled_later = over_ranks and FUSED_MODELS.get(architecture() or "", False)
         self.scale = 1.0 if scaled_later or config.routed_scaling_factor is None else config.routed_scaling_factor
         self.binding = Binding(
-            options,
-            activation=activation,
-            order=order,
-            top_k=config.top_k,
+            options, activation=activation, order=order, top_k=config.top_k,
             max_tokens=capacity_of_rank(*prefill) if over_ranks else capacity(*prefill, group_size("attn_dp_size")),
-            weight_on_input=config.apply_router_weight_on_input,
-            weight_format=weight_format,
+            weight_on_input=config.apply_router_weight_on_input, weight_format=weight_format,
             ranks=ranks_of(options) if over_ranks else None,
-            num_experts=config.num_experts if over_ranks else None,
-            log=log,
+            num_experts=config.num_experts if over_ranks else None, log=log,
         )
 
     def run(self, dispatch_output: Any, quant_info: Any, lora_info: Any = None) -> Any:
@@ -245,12 +218,8 @@ def quant_info(method: Any, layer: Any) -> TritonMoeQuantInfo:
     # Without biases in the model they may be there all the same, and are zero then.
     biases = (layer.w13_weight_bias, layer.w2_weight_bias) if method.with_bias else (None, None)
     return TritonMoeQuantInfo(
-        w13_weight=layer.w13_weight,
-        w2_weight=layer.w2_weight,
-        b13=biases[0],
-        b2=biases[1],
-        w13_scale=layer.w13_weight_scale,
-        w2_scale=layer.w2_weight_scale,
+        w13_weight=layer.w13_weight, w2_weight=layer.w2_weight, b13=biases[0], b2=biases[1],
+        w13_scale=layer.w13_weight_scale, w2_scale=layer.w2_weight_scale,
     )
 
 
@@ -274,9 +243,7 @@ def int4_created(result: Any, scheme: Any, layer: Any, *more: Any, **named: Any)
     if asked_for():
         refuse_int4(scheme, scheme.sym)
         for parameter in (
-            layer.w13_weight_packed,
-            layer.w2_weight_packed,
-            layer.w13_weight_scale,
+            layer.w13_weight_packed, layer.w2_weight_packed, layer.w13_weight_scale,
             layer.w2_weight_scale,
         ):
             parameter.data = parameter.data.transpose(1, 2).contiguous().transpose(1, 2)

@@ -211,13 +211,8 @@ class Workspace(Owned):
             activation=(activation or Activation())._to_c(),
         )
         options = _abi.WorkspaceOptions(
-            backend=backend,
-            max_tokens=max_tokens,
-            compute=_arrays.dtype_code(compute),
-            slots=slots,
-            num_threads=num_threads,
-            device=number,
-            reserved_sms=reserved_sms,
+            backend=backend, max_tokens=max_tokens, compute=_arrays.dtype_code(compute),
+            slots=slots, num_threads=num_threads, device=number, reserved_sms=reserved_sms,
             pre_sum_per_host=_values.flag("pre_sum_per_host", pre_sum_per_host),
         )
         self._callbacks = _callbacks_of(allocator, backend)

@@ -286,10 +286,8 @@ def _options(
         # Its value is nobody else's business.
         raise InvalidArgument(f"secret is a {type(secret).__name__}; use a str of random characters")
     return _abi.WorldOptions(
-        deadline_seconds=deadline,
-        rendezvous=_values.text("rendezvous", rendezvous) or None,
-        network_chunk_bytes=chunk_bytes,
-        network_window=window,
+        deadline_seconds=deadline, rendezvous=_values.text("rendezvous", rendezvous) or None,
+        network_chunk_bytes=chunk_bytes, network_window=window,
         secret=_values.text("secret", secret) or None,
     )
 

@@ -3,20 +3,9 @@
 from __future__ import annotations
 
 __all__ = [
-    "Aborted",
-    "CapacityExceeded",
-    "DTypeMismatch",
-    "Error",
-    "InvalidArgument",
-    "InvalidConfig",
-    "InvalidFile",
-    "MissingTensor",
-    "OutOfMemory",
-    "ShapeMismatch",
-    "SpecMismatch",
-    "SystemFailure",
-    "Timeout",
-    "Unsupported",
+    "Aborted", "CapacityExceeded", "DTypeMismatch", "Error", "InvalidArgument", "InvalidConfig",
+    "InvalidFile", "MissingTensor", "OutOfMemory", "ShapeMismatch", "SpecMismatch", "SystemFailure",
+    "Timeout", "Unsupported",
 ]
 
 

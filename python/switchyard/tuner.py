@@ -41,18 +41,8 @@ from ._values import count_text
 from .errors import InvalidArgument, Unsupported
 
 __all__ = [
-    "Configuration",
-    "Kernel",
-    "Model",
-    "Outcome",
-    "Progress",
-    "Selector",
-    "balancedness",
-    "draw_counts",
-    "evaluate",
-    "fit",
-    "profile",
-    "write_recordings",
+    "Configuration", "Kernel", "Model", "Outcome", "Progress", "Selector", "balancedness",
+    "draw_counts", "evaluate", "fit", "profile", "write_recordings",
 ]
 
 Generator = Literal["distinct", "repeated"]
@@ -221,13 +211,9 @@ def _kernel(kernel: Kernel) -> tuple[_abi.TuneKernel, list[Any]]:
         to.num_values, to.value_names, to.values = count, names, values
     keep.append(described)
     struct = _abi.TuneKernel(
-        num_configurations=len(kernel.configurations),
-        name=_values.text("name", kernel.name),
-        version=kernel.version,
-        machine=_values.text("machine", kernel.machine),
-        l2_bytes=kernel.l2_bytes,
-        num_sms=kernel.num_sms,
-        configurations=described,
+        num_configurations=len(kernel.configurations), name=_values.text("name", kernel.name),
+        version=kernel.version, machine=_values.text("machine", kernel.machine),
+        l2_bytes=kernel.l2_bytes, num_sms=kernel.num_sms, configurations=described,
     )
     return struct, keep
 
@@ -416,11 +402,8 @@ def profile(
             raise InvalidArgument(f"most_recorded is {most_recorded}; use 1 or more")
         plan.recordings_file, plan.most_recorded = _values.path("recordings", recordings), most_recorded
     options = _abi.TuneOptions(
-        resume=_values.flag("resume", resume),
-        file=_values.path("file", file),
-        budget_seconds=budget,
-        prune=prune or 0.0,
-        time=_abi.TuneTime(calls.time),
+        resume=_values.flag("resume", resume), file=_values.path("file", file),
+        budget_seconds=budget, prune=prune or 0.0, time=_abi.TuneTime(calls.time),
         progress=_abi.TuneProgress(calls.progress),
     )
     complete = ctypes.c_int32()
@@ -446,10 +429,8 @@ def fit(profile: Path, file: Path, *, form: Form = "experts", relative: bool = T
     """
     check(
         library.sy_tune_fit(
-            _values.path("profile", profile),
-            _index("form", form, _FORMS),
-            _values.flag("relative", relative),
-            _values.path("file", file),
+            _values.path("profile", profile), _index("form", form, _FORMS),
+            _values.flag("relative", relative), _values.path("file", file),
         )
     )
 

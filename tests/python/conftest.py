@@ -78,10 +78,7 @@ def launched(ranks, script, *words, failing=None, timeout=300):
     command = [sys.executable, *map(str, (script, *words))]
     processes = [
         subprocess.Popen(
-            command,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
             env=os.environ | where | dict(RANK=str(rank), LOCAL_RANK=str(rank)),
         )
         for rank in range(ranks)

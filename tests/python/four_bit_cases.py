@@ -87,11 +87,7 @@ MISTAKES = {
 }  # fmt: skip
 # Only gpt-oss has alpha, an addend of up and biases, so only there can they be mistaken.
 ONLY_GPT_OSS = {
-    "another alpha",
-    "nothing added to up",
-    "no bias of gate",
-    "no bias of up",
-    "no bias of down",
+    "another alpha", "nothing added to up", "no bias of gate", "no bias of up", "no bias of down",
 }
 
 

@@ -67,11 +67,8 @@ def serve(rank=0, ranks=1, directory=None, **more):
             attention_data_parallel_size=ranks,
         )
     init_distributed_environment(
-        world_size=ranks,
-        rank=rank,
-        distributed_init_method=f"file://{model}/rendezvous",
-        local_rank=rank,
-        backend="gloo",
+        world_size=ranks, rank=rank, distributed_init_method=f"file://{model}/rendezvous",
+        local_rank=rank, backend="gloo",
     )
     initialize_model_parallel(**sizes)
     if ranks > 1:
@@ -173,9 +170,7 @@ def compressed(group=32, weights={}, **more):
     groups = {"targets": ["Linear"], "weights": args | weights, "input_activations": None}
     config = compressed_tensors.CompressedTensorsConfig.from_config(
         {
-            "quant_method": "compressed-tensors",
-            "format": "pack-quantized",
-            "ignore": [],
+            "quant_method": "compressed-tensors", "format": "pack-quantized", "ignore": [],
             "config_groups": {"group_0": groups},
         }
     )

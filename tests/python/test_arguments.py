@@ -130,23 +130,16 @@ CASES = {
     "Experts.from_logits": Case(
         _from_logits,
         dict(
-            x=CALL["x"],
-            logits=_draw(7, T, E),
-            ids_out=_out(T, K, dtype=numpy.int32),
-            weights_out=_out(T, K),
-            out=_out(T, H),
-            correction_bias=_draw(8, E),
+            x=CALL["x"], logits=_draw(7, T, E), ids_out=_out(T, K, dtype=numpy.int32),
+            weights_out=_out(T, K), out=_out(T, H), correction_bias=_draw(8, E),
         ),
         ("ids_out", "weights_out", "out"),
     ),
     "GroupedGemm": Case(
         _grouped_gemm,
         dict(
-            x=_draw(9, 6, H),
-            w=_draw(10, E, I, H) / 8,
-            ends=numpy.array([1, 3, 3, 6], dtype=numpy.int32),
-            bias=_draw(11, E, I),
-            out=_out(6, I),
+            x=_draw(9, 6, H), w=_draw(10, E, I, H) / 8,
+            ends=numpy.array([1, 3, 3, 6], dtype=numpy.int32), bias=_draw(11, E, I), out=_out(6, I),
             row_weights=_draw(12, 6),
         ),
         ("out",),
@@ -154,11 +147,9 @@ CASES = {
     "grouped_gemm": Case(
         _grouped_gemm_function,
         dict(
-            x=_draw(9, 6, H),
-            w=_draw(10, E, I, H) / 8,
+            x=_draw(9, 6, H), w=_draw(10, E, I, H) / 8,
             ends=numpy.array([1, 3, 3, 6], dtype=numpy.int64),
-            index=numpy.array([5, 0, 1, 2, 3, 4], dtype=numpy.int32),
-            products=_out(6, I),
+            index=numpy.array([5, 0, 1, 2, 3, 4], dtype=numpy.int32), products=_out(6, I),
             out=_out(6, I // 2),
         ),
         ("products", "out"),
@@ -167,20 +158,16 @@ CASES = {
     "unpermute": Case(
         _unpermute,
         dict(
-            rows=_draw(13, 10, H),
-            positions=numpy.arange(10, dtype=numpy.int32).reshape(T, K),
-            weights=_draw(14, T, K),
-            out=_out(T, H),
+            rows=_draw(13, 10, H), positions=numpy.arange(10, dtype=numpy.int32).reshape(T, K),
+            weights=_draw(14, T, K), out=_out(T, H),
         ),
         ("out",),
     ),
     "topk": Case(
         _topk,
         dict(
-            logits=_draw(15, T, E),
-            correction_bias=_draw(16, E),
-            ids_out=_out(T, K, dtype=numpy.int32),
-            weights_out=_out(T, K),
+            logits=_draw(15, T, E), correction_bias=_draw(16, E),
+            ids_out=_out(T, K, dtype=numpy.int32), weights_out=_out(T, K),
         ),
         ("ids_out", "weights_out"),
     ),

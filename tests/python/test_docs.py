@@ -34,15 +34,8 @@ def ids():
 def small_model():
     transformers = pytest.importorskip("transformers")
     config = transformers.OlmoeConfig(
-        hidden_size=H,
-        intermediate_size=I,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        num_experts=E,
-        num_experts_per_tok=K,
-        vocab_size=100,
-        eos_token_id=0,
+        hidden_size=H, intermediate_size=I, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=4, num_experts=E, num_experts_per_tok=K, vocab_size=100, eos_token_id=0,
     )
     torch.manual_seed(0)
     return transformers.OlmoeForCausalLM(config)

@@ -58,11 +58,7 @@ def test_layouts(batch, order, transposed, biased):
     if transposed:
         w13, w2 = w13.transpose(1, 2).contiguous(), w2.transpose(1, 2).contiguous()
     layer = Experts(
-        w13,
-        w2,
-        top_k=K,
-        order=order,
-        transposed=transposed,
+        w13, w2, top_k=K, order=order, transposed=transposed,
         w13_bias=joined(biases[0][..., None], biases[1][..., None])[..., 0] if biased else None,
         w2_bias=biases[2],
     )
@@ -72,13 +68,9 @@ def test_layouts(batch, order, transposed, biased):
 @pytest.mark.parametrize(
     "activation",
     [
-        Activation("silu"),
-        Activation("silu", alpha=1.702, limit=0.7, up_bias=1.0),
-        Activation("gelu"),
-        Activation("gelu_tanh"),
-        Activation("relu"),
-        Activation("relu2", gated=False),
-        Activation("identity", gated=False),
+        Activation("silu"), Activation("silu", alpha=1.702, limit=0.7, up_bias=1.0),
+        Activation("gelu"), Activation("gelu_tanh"), Activation("relu"),
+        Activation("relu2", gated=False), Activation("identity", gated=False),
     ],
     ids=str,
 )
@@ -159,13 +151,8 @@ def test_fp8_scales(batch, form, block, scale_dtype, order):
     if form == "matrices":
         scales, w2_scales = scales[:, 0, 0], w2_scales[:, 0, 0]
     layer = Experts(
-        codes,
-        w2_codes,
-        top_k=K,
-        order=order,
-        w13_scale=scales.to(scale_dtype),
-        w2_scale=w2_scales.to(scale_dtype),
-        block=block if form.startswith("blocks") else None,
+        codes, w2_codes, top_k=K, order=order, w13_scale=scales.to(scale_dtype),
+        w2_scale=w2_scales.to(scale_dtype), block=block if form.startswith("blocks") else None,
         numerics=Numerics(compute="f32"),
     )
     if order == "interleaved":

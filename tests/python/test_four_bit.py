@@ -49,16 +49,8 @@ def made(form, order="gate_up", activation=Activation(), stored=STORED["uint8"],
     """A layer, and gate, up and down."""
     w13, w2 = Packed(form, 2 * I, H, **weights), Packed(form, H, I, **weights)
     layer = Experts(
-        stored(w13.bytes),
-        stored(w2.bytes),
-        top_k=K,
-        weight_format=form,
-        w13_scale=w13.scale,
-        w2_scale=w2.scale,
-        w13_zero=w13.zero,
-        w2_zero=w2.zero,
-        order=order,
-        activation=activation,
+        stored(w13.bytes), stored(w2.bytes), top_k=K, weight_format=form, w13_scale=w13.scale,
+        w2_scale=w2.scale, w13_zero=w13.zero, w2_zero=w2.zero, order=order, activation=activation,
         **dict(options),
     )
     first, second = (w13.exact[:, 0::2], w13.exact[:, 1::2]) if order == "interleaved" else w13.exact.chunk(2, 1)
@@ -116,12 +108,9 @@ def test_dtypes_of_torch_name_the_format(batch):
         pytest.skip("torch has no float4_e2m1fn_x2")
     w13, w2 = Packed("mxfp4", 2 * I, H), Packed("mxfp4", H, I)
     layer = Experts(
-        w13.bytes.view(torch.float4_e2m1fn_x2),
-        w2.bytes.view(torch.float4_e2m1fn_x2),
-        top_k=K,
+        w13.bytes.view(torch.float4_e2m1fn_x2), w2.bytes.view(torch.float4_e2m1fn_x2), top_k=K,
         w13_scale=w13.scale.view(torch.float8_e8m0fnu),
-        w2_scale=w2.scale.view(torch.float8_e8m0fnu),
-        **f32(),
+        w2_scale=w2.scale.view(torch.float8_e8m0fnu), **f32(),
     )
     check(layer, batch, (*w13.exact.chunk(2, 1), w2.exact))
     with pytest.raises(switchyard.DTypeMismatch, match="only one of w13 and w2 is float4_e2m1fn_x2"):

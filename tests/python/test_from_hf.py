@@ -33,24 +33,16 @@ BLOCKS = [
     ("phimoe", "Phimoe", "SparseMoeBlock", {}, Routing(method="sparse_mixer")),
     ("minimax_m2", "MiniMaxM2", "SparseMoeBlock", {}, Routing(score="sigmoid", renormalize=True)),
     (
-        "deepseek_v2",
-        "DeepseekV2",
-        "Moe",
+        "deepseek_v2", "DeepseekV2", "Moe",
         GROUPS | {"topk_method": "group_limited_greedy", "routed_scaling_factor": 16.0},
         Routing(groups=4, top_groups=2, group_score="max", scale=16.0),
     ),
     (
-        "deepseek_v3",
-        "DeepseekV3",
-        "MoE",
-        GROUPS | {"routed_scaling_factor": 2.5},
+        "deepseek_v3", "DeepseekV3", "MoE", GROUPS | {"routed_scaling_factor": 2.5},
         Routing(score="sigmoid", renormalize=True, renormalize_epsilon=1e-20, groups=4, top_groups=2, scale=2.5),
     ),
     (
-        "glm4_moe",
-        "Glm4Moe",
-        "MoE",
-        GROUPS | {"norm_topk_prob": False},
+        "glm4_moe", "Glm4Moe", "MoE", GROUPS | {"norm_topk_prob": False},
         Routing(score="sigmoid", groups=4, top_groups=2),
     ),
     (
@@ -81,17 +73,9 @@ def make(family, prefix, name, more={}):
     module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
     config_module = importlib.import_module(f"transformers.models.{family}.configuration_{family}")
     numbers = {
-        "hidden_size": H,
-        "intermediate_size": 2 * I,
-        "moe_intermediate_size": I,
-        "shared_expert_intermediate_size": 40,
-        "num_experts_per_tok": K,
-        "moe_topk": K,
-        "moe_k": K,
-        "num_hidden_layers": 1,
-        "n_shared_experts": 1,
-        "moe_num_shared_experts": 1,
-        "n_group": 1,
+        "hidden_size": H, "intermediate_size": 2 * I, "moe_intermediate_size": I,
+        "shared_expert_intermediate_size": 40, "num_experts_per_tok": K, "moe_topk": K, "moe_k": K,
+        "num_hidden_layers": 1, "n_shared_experts": 1, "moe_num_shared_experts": 1, "n_group": 1,
         "topk_group": 1,
     } | dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), E)
     config = getattr(config_module, prefix + "Config")(**numbers | more)

@@ -500,14 +500,8 @@ def test_schedules_that_a_gpu_does_not_have():
 def test_models_of_transformers(name):
     transformers = pytest.importorskip("transformers")
     sizes = dict(
-        hidden_size=256,
-        intermediate_size=128,
-        moe_intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        num_experts=8,
-        num_experts_per_tok=2,
+        hidden_size=256, intermediate_size=128, moe_intermediate_size=128, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=4, num_experts=8, num_experts_per_tok=2,
         vocab_size=512,
     )
     config = getattr(transformers, name.replace("ForCausalLM", "Config"))(**sizes)

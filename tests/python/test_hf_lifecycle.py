@@ -162,23 +162,9 @@ def away_for_a_while(module, seed):
 
 
 CHANGES = [
-    in_place,
-    through_data,
-    one_row_through_data,
-    load,
-    load_and_assign,
-    other_data,
-    other_strides,
-    other_parameters,
-    other_parameters_over_the_same_memory,
-    flat,
-    moved_away_and_back,
-    twice_cast,
-    twice_cast_by_half,
-    trained,
-    shared_with_other_processes,
-    away_for_a_while,
-    in_inference_mode,
+    in_place, through_data, one_row_through_data, load, load_and_assign, other_data, other_strides,
+    other_parameters, other_parameters_over_the_same_memory, flat, moved_away_and_back, twice_cast,
+    twice_cast_by_half, trained, shared_with_other_processes, away_for_a_while, in_inference_mode,
 ]
 
 

@@ -51,12 +51,8 @@ def test_an_outer_jobs_variables_do_not_reach_the_ranks(tmp_path):
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         done = launch(
-            tmp_path,
-            2,
-            SUM,
-            MASTER_PORT=str(taken.getsockname()[1]),
-            TORCHELASTIC_USE_AGENT_STORE="True",
-            TORCHELASTIC_RUN_ID="outer",
+            tmp_path, 2, SUM, MASTER_PORT=str(taken.getsockname()[1]),
+            TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RUN_ID="outer",
         )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count(": 3.0, True") == 2

@@ -43,10 +43,8 @@ def fp8_interleaved():
     half = I // 2
     return dict(
         w13=given["w13"][:, : 3 * half].contiguous(),
-        w2=given["w2"][:, :, : 3 * half // 2].contiguous(),
-        w13_scale=torch.full((E, 2, 1), 0.1),
-        w2_scale=torch.full((E, 1, 1), 0.1),
-        block=(128, 128),
+        w2=given["w2"][:, :, : 3 * half // 2].contiguous(), w13_scale=torch.full((E, 2, 1), 0.1),
+        w2_scale=torch.full((E, 1, 1), 0.1), block=(128, 128),
     )
 
 

@@ -83,11 +83,8 @@ def test_layouts(problem, layout, out_layout):
 @pytest.mark.parametrize(
     "activation",
     [
-        None,
-        Activation("silu"),
-        Activation("silu", alpha=1.702, limit=0.7, up_bias=1.0),
-        Activation("gelu_tanh"),
-        Activation("relu2", gated=False),
+        None, Activation("silu"), Activation("silu", alpha=1.702, limit=0.7, up_bias=1.0),
+        Activation("gelu_tanh"), Activation("relu2", gated=False),
     ],
     ids=str,
 )

@@ -85,15 +85,8 @@ FAMILIES = {
     "deepseek_v4": (
         "DeepseekV4Config",
         dict(
-            INDEXER,
-            moe_intermediate_size=I,
-            n_routed_experts=E,
-            num_attention_heads=2,
-            head_dim=32,
-            q_lora_rank=16,
-            o_groups=1,
-            o_lora_rank=16,
-            mlp_layer_types=["moe"] * 3,
+            INDEXER, moe_intermediate_size=I, n_routed_experts=E, num_attention_heads=2,
+            head_dim=32, q_lora_rank=16, o_groups=1, o_lora_rank=16, mlp_layer_types=["moe"] * 3,
             swiglu_limit=1.5,
         ),
     ),
@@ -112,14 +105,8 @@ FAMILIES = {
     "jamba": (
         "JambaConfig",
         dict(
-            HEADS,
-            intermediate_size=I,
-            num_experts=E,
-            attn_layer_period=1,
-            attn_layer_offset=0,
-            expert_layer_period=1,
-            expert_layer_offset=0,
-            use_mamba_kernels=False,
+            HEADS, intermediate_size=I, num_experts=E, attn_layer_period=1, attn_layer_offset=0,
+            expert_layer_period=1, expert_layer_offset=0, use_mamba_kernels=False,
         ),
     ),
 }

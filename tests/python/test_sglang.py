@@ -67,13 +67,8 @@ def test_what_cannot_be_served_is_refused(changes, text):
 def config(**changes):
     """What is read of a MoeRunnerConfig."""
     values = {
-        "activation": "silu",
-        "is_gated": True,
-        "gemm1_alpha": None,
-        "gemm1_beta": None,
-        "gemm1_clamp_limit": None,
-        "swiglu_limit": None,
-        "gate_up_interleaved": True,
+        "activation": "silu", "is_gated": True, "gemm1_alpha": None, "gemm1_beta": None,
+        "gemm1_clamp_limit": None, "swiglu_limit": None, "gate_up_interleaved": True,
     }
     return SimpleNamespace(**values | changes)
 
@@ -159,14 +154,8 @@ def make(quantised=None, dtype=torch.bfloat16, with_bias=False, **changes):
     layer.hidden_size, layer.intermediate_size_per_partition = H, I
     layer.moe_tp_size = layer.moe_ep_size = 1
     layer.moe_runner_config = MoeRunnerConfig(
-        num_experts=E,
-        num_local_experts=E,
-        hidden_size=H,
-        intermediate_size_per_partition=I,
-        top_k=changes.pop("top_k", K),
-        params_dtype=dtype,
-        layer=layer,
-        **changes,
+        num_experts=E, num_local_experts=E, hidden_size=H, intermediate_size_per_partition=I,
+        top_k=changes.pop("top_k", K), params_dtype=dtype, layer=layer, **changes,
     )
     if quantised is None:
         method = UnquantizedFusedMoEMethod()
@@ -253,10 +242,7 @@ def test_gpt_oss_and_the_factor(sglang):
     from sglang.srt.layers.moe.moe_runner.triton_utils.fused_moe import swiglu_gpt_oss_sigmoid_alpha
 
     layer, method = make(
-        dtype=torch.float32,
-        with_bias=True,
-        gemm1_alpha=1.702,
-        gemm1_clamp_limit=7.0,
+        dtype=torch.float32, with_bias=True, gemm1_alpha=1.702, gemm1_clamp_limit=7.0,
         routed_scaling_factor=2.5,
     )
     load(layer, method)

@@ -267,10 +267,8 @@ def test_an_activation_that_is_none_of_ours_is_refused(qwen, registered):
     [
         switchyard.Activation("silu"),
         switchyard.Activation("silu", alpha=1.702, limit=7.0, up_bias=1.0),
-        switchyard.Activation("silu", limit=10.0),
-        switchyard.Activation("gelu"),
-        switchyard.Activation("gelu_tanh"),
-        switchyard.Activation("relu"),
+        switchyard.Activation("silu", limit=10.0), switchyard.Activation("gelu"),
+        switchyard.Activation("gelu_tanh"), switchyard.Activation("relu"),
         switchyard.Activation("relu2"),
     ],
     ids=str,

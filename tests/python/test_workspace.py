@@ -185,9 +185,7 @@ def test_release_and_restore_of_two_ranks():
         workspace = Workspace(world, **LARGEST)
         own = world.own_experts(6)
         layer = Experts(
-            case.w13[own.start : own.stop],
-            case.w2[own.start : own.stop],
-            memory=Memory(workspace),
+            case.w13[own.start : own.stop], case.w2[own.start : own.stop], memory=Memory(workspace),
             **case.options | {"placement": Placement(num_experts=6, num_threads=1, world=world)},
         )
         for _ in range(3):
@@ -221,9 +219,7 @@ def test_experts_in_other_places_need_room_for_the_places():
 
     def make(workspace):
         return Experts(
-            case.w13[placement],
-            case.w2[placement],
-            memory=Memory(workspace),
+            case.w13[placement], case.w2[placement], memory=Memory(workspace),
             **case.options | {"placement": Placement(num_experts=4, experts=placement, num_threads=1)},
         )
 
@@ -246,14 +242,8 @@ def test_the_function_takes_it(cases, workspace):
 def test_whole_layers_share_it(tmp_path):
     transformers = pytest.importorskip("transformers", minversion="5.0")
     config = transformers.MixtralConfig(
-        hidden_size=64,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=96,
-        num_local_experts=8,
-        num_experts_per_tok=2,
+        hidden_size=64, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, vocab_size=96, num_local_experts=8, num_experts_per_tok=2,
     )
     transformers.MixtralForCausalLM(config).save_pretrained(tmp_path)
     options = dict(max_tokens=16, num_threads=1)

@@ -61,10 +61,7 @@ def test_ranks_share_experts():
         own = world.own_experts(E)
         assert len(own) in (2, 3)
         layer = Experts(
-            w13[own.start : own.stop],
-            down[own.start : own.stop],
-            top_k=K,
-            max_tokens=16,
+            w13[own.start : own.stop], down[own.start : own.stop], top_k=K, max_tokens=16,
             placement=Placement(num_experts=E, world=world, num_threads=1),
         )
         outs = [layer(x[world.rank], *routings[world.rank]) for _ in range(3)]
@@ -84,9 +81,7 @@ def test_ranks_that_disagree():
     def body(world):
         count = 2
         return Experts(
-            torch.zeros(count, 2 * I, H),
-            torch.zeros(count, H, I),
-            top_k=1 + world.rank,
+            torch.zeros(count, 2 * I, H), torch.zeros(count, H, I), top_k=1 + world.rank,
             placement=Placement(num_experts=4, world=world),
         )
 
@@ -98,10 +93,7 @@ def test_ranks_that_disagree():
 def test_a_rank_that_does_not_come_is_named():
     def body(world):
         layer = Experts(
-            torch.zeros(2, 2 * I, H),
-            torch.zeros(2, H, I),
-            top_k=1,
-            max_tokens=4,
+            torch.zeros(2, 2 * I, H), torch.zeros(2, H, I), top_k=1, max_tokens=4,
             placement=Placement(num_experts=4, world=world),
         )
         x, ids = torch.zeros(2, H), torch.tensor([[0], [3]])

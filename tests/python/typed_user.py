@@ -24,14 +24,11 @@ class Layer(torch.nn.Module):
     def __init__(self, w13: torch.Tensor, w2: torch.Tensor, workspace: switchyard.Workspace) -> None:
         super().__init__()
         self.experts = switchyard.Experts(
-            w13,
-            w2,
-            top_k=8,
+            w13, w2, top_k=8,
             activation=switchyard.Activation("silu", alpha=1.702, limit=7.0, up_bias=1.0),
             order="interleaved",
             routing=switchyard.Routing(score="sigmoid", renormalize=True, groups=8, top_groups=4),
-            memory=switchyard.Memory(workspace),
-            numerics=switchyard.Numerics(bad_ids="skip"),
+            memory=switchyard.Memory(workspace), numerics=switchyard.Numerics(bad_ids="skip"),
         )
 
     def forward(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -134,13 +131,8 @@ class Arena:
 
 def options(workspace: switchyard.Workspace, world: switchyard.World) -> dict[str, object]:
     numerics = switchyard.Numerics(
-        compute="bf16",
-        weight_on_input=True,
-        capacity_factor=1.25,
-        capacity_rule="tokens",
-        bad_ids="raise",
-        large_ids_are_none=True,
-        pre_sum_per_host=False,
+        compute="bf16", weight_on_input=True, capacity_factor=1.25, capacity_rule="tokens",
+        bad_ids="raise", large_ids_are_none=True, pre_sum_per_host=False,
     )
     placement = switchyard.Placement(
         world=world, num_experts=64, experts=list(range(64)), device=0, reserved_sms=8, num_threads=0
@@ -186,17 +178,10 @@ def errors(x: torch.Tensor, layer: Layer) -> str:
     except (switchyard.Timeout, switchyard.Aborted) as error:
         return f"{error.waiter} {error.peer} {error.phase} {error.epoch}"
     except (
-        switchyard.CapacityExceeded,
-        switchyard.DTypeMismatch,
-        switchyard.InvalidArgument,
-        switchyard.InvalidConfig,
-        switchyard.InvalidFile,
-        switchyard.MissingTensor,
-        switchyard.OutOfMemory,
-        switchyard.ShapeMismatch,
-        switchyard.SpecMismatch,
-        switchyard.SystemFailure,
-        switchyard.Unsupported,
+        switchyard.CapacityExceeded, switchyard.DTypeMismatch, switchyard.InvalidArgument,
+        switchyard.InvalidConfig, switchyard.InvalidFile, switchyard.MissingTensor,
+        switchyard.OutOfMemory, switchyard.ShapeMismatch, switchyard.SpecMismatch,
+        switchyard.SystemFailure, switchyard.Unsupported,
     ) as error:
         return error.code
     except switchyard.Error as error:

@@ -65,10 +65,8 @@ class Rank:
             device_config=DeviceConfig("cpu"),
             scheduler_config=scheduler,
             parallel_config=ParallelConfig(
-                tensor_parallel_size=self.tp,
-                data_parallel_size=self.dp,
-                enable_expert_parallel=True,
-                distributed_executor_backend="external_launcher",
+                tensor_parallel_size=self.tp, data_parallel_size=self.dp,
+                enable_expert_parallel=True, distributed_executor_backend="external_launcher",
             ),
         )
         if change:

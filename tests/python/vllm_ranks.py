@@ -104,9 +104,7 @@ def compressed_config(group=32, weights={}):
     groups = {"group_0": {"targets": ["Linear"], "weights": args | weights, "input_activations": None}}
     return CompressedTensorsConfig.from_config(
         {
-            "quant_method": "compressed-tensors",
-            "format": "pack-quantized",
-            "ignore": [],
+            "quant_method": "compressed-tensors", "format": "pack-quantized", "ignore": [],
             "config_groups": groups,
         }
     )
