@@ -12,8 +12,23 @@
 #include <time.h>
 
 namespace {
-constexpr int64_t kNanosecondsPerSecond = 1'000'000'000;
+
+// A time of a clock as one of the realtime clock, as both stand now. False if there is no such
+// clock.
+bool to_realtime(clockid_t clock, const timespec& time, timespec& realtime) {
+  constexpr int64_t kNanosecondsPerSecond = 1'000'000'000;
+  timespec now{}, now_realtime{};
+  if (clock_gettime(clock, &now) != 0 || clock_gettime(CLOCK_REALTIME, &now_realtime) != 0)
+    return false;
+  const int64_t nanoseconds = now_realtime.tv_nsec + (time.tv_nsec - now.tv_nsec);
+  // More than -1 second and less than 2, so this carries one second at most.
+  const int64_t carry = nanoseconds < 0 ? -1 : nanoseconds / kNanosecondsPerSecond;
+  realtime.tv_sec = now_realtime.tv_sec + (time.tv_sec - now.tv_sec) + carry;
+  realtime.tv_nsec = nanoseconds - carry * kNanosecondsPerSecond;
+  return true;
 }
+
+}  // namespace
 
 extern "C" {
 
@@ -48,16 +63,26 @@ int pthread_cond_clockwait(pthread_cond_t* condition, pthread_mutex_t* mutex, cl
   static const auto newer =
       reinterpret_cast<Function>(dlsym(RTLD_DEFAULT, "pthread_cond_clockwait"));
   if (newer) return newer(condition, mutex, clock, deadline);
-  timespec now{}, realtime{};
-  if (clock_gettime(clock, &now) != 0 || clock_gettime(CLOCK_REALTIME, &realtime) != 0)
-    return EINVAL;
-  const int64_t seconds = realtime.tv_sec + (deadline->tv_sec - now.tv_sec);
-  const int64_t nanoseconds = realtime.tv_nsec + (deadline->tv_nsec - now.tv_nsec);
-  // More than -1 second and less than 2, so this carries one second at most.
-  const int64_t carry = nanoseconds < 0 ? -1 : nanoseconds / kNanosecondsPerSecond;
-  const timespec there{.tv_sec = seconds + carry,
-                       .tv_nsec = nanoseconds - carry * kNanosecondsPerSecond};
+  timespec there{};
+  if (!to_realtime(clock, *deadline, there)) return EINVAL;
   return pthread_cond_timedwait(condition, mutex, &there);
+}
+
+// glibc 2.30, for std::timed_mutex. The caller does not look at its clock afterwards, so this does.
+int pthread_mutex_clocklock(pthread_mutex_t* mutex, clockid_t clock, const timespec* deadline) {
+  using Function = int (*)(pthread_mutex_t*, clockid_t, const timespec*);
+  static const auto newer =
+      reinterpret_cast<Function>(dlsym(RTLD_DEFAULT, "pthread_mutex_clocklock"));
+  if (newer) return newer(mutex, clock, deadline);
+  while (true) {
+    timespec there{}, now{};
+    if (!to_realtime(clock, *deadline, there)) return EINVAL;
+    const int result = pthread_mutex_timedlock(mutex, &there);
+    if (result != ETIMEDOUT || clock_gettime(clock, &now) != 0) return result;
+    const bool is_over = now.tv_sec > deadline->tv_sec ||
+                         (now.tv_sec == deadline->tv_sec && now.tv_nsec >= deadline->tv_nsec);
+    if (is_over) return result;
+  }
 }
 
 }  // extern "C"

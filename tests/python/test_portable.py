@@ -19,6 +19,7 @@ PROGRAM = r"""
 extern "C" const char* old_sigdescr_np(int);
 extern "C" uint32_t old_arc4random();
 extern "C" int old_clockwait(pthread_cond_t*, pthread_mutex_t*, clockid_t, const timespec*);
+extern "C" int old_clocklock(pthread_mutex_t*, clockid_t, const timespec*);
 int main() {
   pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
   pthread_cond_t condition = PTHREAD_COND_INITIALIZER;
@@ -29,10 +30,15 @@ int main() {
     clock_gettime(CLOCK_MONOTONIC, &before);
     const int64_t start = before.tv_sec * 1000000000LL + before.tv_nsec, end = start + milliseconds * 1000000LL;
     const timespec deadline{.tv_sec = end / 1000000000, .tv_nsec = end % 1000000000};
-    const int result = old_clockwait(&condition, &mutex, CLOCK_MONOTONIC, &deadline);
+    const bool waits = milliseconds % 200 == 0;
+    const int result = waits ? old_clockwait(&condition, &mutex, CLOCK_MONOTONIC, &deadline)
+                             : old_clocklock(&mutex, CLOCK_MONOTONIC, &deadline);
     clock_gettime(CLOCK_MONOTONIC, &after);
     printf("%d %d %.1f\n", milliseconds, result, (after.tv_sec * 1000000000LL + after.tv_nsec - start) / 1e6);
   }
+  pthread_mutex_unlock(&mutex);
+  const timespec past{};
+  if (old_clocklock(&mutex, CLOCK_MONOTONIC, &past) != 0) printf("a free mutex was not taken\n");
   for (int signal = -1; signal < 70; ++signal) {
     const char *old = old_sigdescr_np(signal), *ours = signal <= SIGSYS ? sigdescr_np(signal) : nullptr;
     if ((old == nullptr) != (ours == nullptr) || (old && strcmp(old, ours) != 0)) printf("signal %d: %s\n", signal, old);
@@ -46,7 +52,9 @@ REPLACED = {
     "const char* sigdescr_np(": "const char* old_sigdescr_np(",
     "uint32_t arc4random(": "uint32_t old_arc4random(",
     "char __libc_single_threaded = 0;": "",
+    "int pthread_mutex_clocklock(pthread_mutex_t*": "int old_clocklock(pthread_mutex_t*",
     'dlsym(RTLD_DEFAULT, "pthread_cond_clockwait")': "static_cast<void*>(nullptr)",
+    'dlsym(RTLD_DEFAULT, "pthread_mutex_clocklock")': "static_cast<void*>(nullptr)",
 }
 
 
