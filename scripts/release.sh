@@ -39,5 +39,5 @@ while read -r wheel; do
 done < <(find "$out" -name '*.whl')
 sums=$(mktemp)
 git archive --format=tar.gz --prefix="switchyard-$version/" -o "$out/switchyard-$version.tar.gz" HEAD
-(cd "$out" && find . -type f -printf '%P\0' | sort -z | xargs -0 sha256sum -- >"$sums" && mv "$sums" SHA256SUMS)
+(cd "$out" && find . -type f -printf '%P\0' | sort -z | xargs -0 sha256sum -- >"$sums" && mv "$sums" SHA256SUMS && chmod 644 SHA256SUMS)
 (cd "$out" && find . -type f -printf '%s %P\n')
