@@ -237,6 +237,17 @@ void fill_stats(const sy_exchange& exchange, sy_exchange_stats* out) {
   write_struct("sy_exchange_stats", filled, out);
 }
 
+// A call of an exchange with one of its handles.
+template <typename Body>
+sy_status with_both(sy_exchange* exchange, sy_exchange_handle* handle, const Body& body) {
+  return guarded([&] {
+    require("exchange", exchange);
+    require("handle", handle);
+    const Call in_call(exchange->calls, exchange->world), with_handle(handle->calls);
+    body();
+  });
+}
+
 }  // namespace
 }  // namespace switchyard::c_api
 
@@ -285,10 +296,7 @@ sy_status sy_exchange_handle_destroy(sy_exchange_handle** handle) {
 
 sy_status sy_exchange_dispatch_send(sy_exchange* exchange, const sy_dispatch_input* input,
                                     sy_exchange_handle* handle) {
-  return guarded([&] {
-    require("exchange", exchange);
-    require("handle", handle);
-    const Call in_call(exchange->calls, exchange->world), with_handle(handle->calls);
+  return with_both(exchange, handle, [&] {
     const sy_dispatch_input call = read_struct("sy_dispatch_input", input);
     exchange->exchange.dispatch_send(input_of(*exchange, call), handle->handle);
   });
@@ -296,10 +304,7 @@ sy_status sy_exchange_dispatch_send(sy_exchange* exchange, const sy_dispatch_inp
 
 sy_status sy_exchange_dispatch_recv(sy_exchange* exchange, const sy_dispatch_output* output,
                                     sy_exchange_handle* handle) {
-  return guarded([&] {
-    require("exchange", exchange);
-    require("handle", handle);
-    const Call in_call(exchange->calls, exchange->world), with_handle(handle->calls);
+  return with_both(exchange, handle, [&] {
     const sy_dispatch_output call = read_struct("sy_dispatch_output", output);
     exchange->exchange.dispatch_recv(output_of(*exchange, call), handle->handle);
   });
@@ -307,10 +312,7 @@ sy_status sy_exchange_dispatch_recv(sy_exchange* exchange, const sy_dispatch_out
 
 sy_status sy_exchange_dispatch(sy_exchange* exchange, const sy_dispatch_input* input,
                                const sy_dispatch_output* output, sy_exchange_handle* handle) {
-  return guarded([&] {
-    require("exchange", exchange);
-    require("handle", handle);
-    const Call in_call(exchange->calls, exchange->world), with_handle(handle->calls);
+  return with_both(exchange, handle, [&] {
     const sy_dispatch_input sent = read_struct("sy_dispatch_input", input);
     const sy_dispatch_output received = read_struct("sy_dispatch_output", output);
     exchange->exchange.dispatch(input_of(*exchange, sent), output_of(*exchange, received),
@@ -320,10 +322,7 @@ sy_status sy_exchange_dispatch(sy_exchange* exchange, const sy_dispatch_input* i
 
 sy_status sy_exchange_combine_send(sy_exchange* exchange, const sy_combine_input* input,
                                    sy_exchange_handle* handle) {
-  return guarded([&] {
-    require("exchange", exchange);
-    require("handle", handle);
-    const Call in_call(exchange->calls, exchange->world), with_handle(handle->calls);
+  return with_both(exchange, handle, [&] {
     const sy_combine_input call = read_struct("sy_combine_input", input);
     exchange->exchange.combine_send(results_of(*exchange, call), handle->handle);
   });
@@ -331,10 +330,7 @@ sy_status sy_exchange_combine_send(sy_exchange* exchange, const sy_combine_input
 
 sy_status sy_exchange_combine_recv(sy_exchange* exchange, const sy_combine_output* output,
                                    sy_exchange_handle* handle) {
-  return guarded([&] {
-    require("exchange", exchange);
-    require("handle", handle);
-    const Call in_call(exchange->calls, exchange->world), with_handle(handle->calls);
+  return with_both(exchange, handle, [&] {
     const sy_combine_output call = read_struct("sy_combine_output", output);
     exchange->exchange.combine_recv(sums_of(*exchange, call, handle->handle.tokens()),
                                     handle->handle);
@@ -343,10 +339,7 @@ sy_status sy_exchange_combine_recv(sy_exchange* exchange, const sy_combine_outpu
 
 sy_status sy_exchange_combine(sy_exchange* exchange, const sy_combine_input* input,
                               const sy_combine_output* output, sy_exchange_handle* handle) {
-  return guarded([&] {
-    require("exchange", exchange);
-    require("handle", handle);
-    const Call in_call(exchange->calls, exchange->world), with_handle(handle->calls);
+  return with_both(exchange, handle, [&] {
     const sy_combine_input sent = read_struct("sy_combine_input", input);
     const sy_combine_output received = read_struct("sy_combine_output", output);
     exchange->exchange.combine(results_of(*exchange, sent),
@@ -357,10 +350,7 @@ sy_status sy_exchange_combine(sy_exchange* exchange, const sy_combine_input* inp
 
 sy_status sy_exchange_rows_needed(sy_exchange* exchange, sy_exchange_handle* handle, void* stream,
                                   int64_t* out) {
-  return guarded([&] {
-    require("exchange", exchange);
-    require("handle", handle);
-    const Call in_call(exchange->calls, exchange->world), with_handle(handle->calls);
+  return with_both(exchange, handle, [&] {
     require("out", out);
     *out = exchange->exchange.rows_needed(handle->handle, stream);
   });

@@ -4,11 +4,11 @@
 #include <fmt/ranges.h>
 
 #include <algorithm>
-#include <cmath>
 #include <limits>
 #include <span>
 #include <string>
 
+#include "base/convert.h"
 #include "base/limits.h"
 #include "switchyard/error.h"
 
@@ -35,13 +35,6 @@ std::span<const std::int64_t> shape_of(const sy_tensor& tensor) {
 }
 
 std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return a == 0 ? 0 : (a - 1) / b + 1; }
-
-float scale_value(const sy_tensor& scale, std::int64_t index) {
-  if (scale.dtype == SY_F32) return static_cast<const float*>(scale.data)[index];
-  const auto code = static_cast<const std::uint8_t*>(scale.data)[index];
-  if (code == 0xff) return std::numeric_limits<float>::quiet_NaN();
-  return std::ldexp(1.0f, static_cast<int>(code) - 127);
-}
 
 // [n, rows, cols] of one expert.
 MatrixView slice(const sy_tensor& tensor, DType dtype, std::int64_t expert) {
@@ -121,12 +114,14 @@ class Scales {
     }
     std::vector<float>& copy =
         copies.emplace_back(static_cast<std::size_t>(scale.shape[0] * rows * cols));
+    const DType dtype = scale.dtype == SY_F32 ? DType::kF32 : DType::kF8E8M0;
     auto next = copy.begin();
     for (std::int64_t e = 0; e < scale.shape[0]; ++e) {
       for (std::int64_t r = 0; r < rows; ++r) {
         for (std::int64_t c = 0; c < cols; ++c) {
-          *next++ = scale_value(scale,
-                                e * scale.strides[0] + r * scale.strides[1] + c * scale.strides[2]);
+          *next++ =
+              scale_to_f32(scale.data, dtype,
+                           e * scale.strides[0] + r * scale.strides[1] + c * scale.strides[2]);
         }
       }
     }

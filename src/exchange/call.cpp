@@ -19,28 +19,6 @@ namespace {
   throw Error(ErrorCode::kInvalidArgument, message);
 }
 
-void check_scales(const MatrixView& tokens) {
-  const std::int64_t groups = protocol::ceil_div<std::int64_t>(tokens.cols, kQuantGroup);
-  if (tokens.scale == nullptr) {
-    refuse(
-        fmt::format("tokens are f8_e4m3, but their scale is null; pass [{}, {}] scales, one for {} "
-                    "columns of a token",
-                    tokens.rows, groups, kQuantGroup));
-  }
-  if (tokens.scale_dtype != DType::kF32) {
-    throw Error(ErrorCode::kDTypeMismatch,
-                fmt::format("tokens are f8_e4m3 with scales of {}; convert them to f32",
-                            to_string(tokens.scale_dtype)));
-  }
-  if (tokens.scale_rows != 1 || tokens.scale_cols != kQuantGroup ||
-      (tokens.rows > 1 && tokens.scale_stride < groups)) {
-    refuse(fmt::format(
-        "tokens are f8_e4m3 with a scale per {} x {}, with stride {}; use scale_rows "
-        "1, scale_cols {} and a scale_stride of at least {}",
-        tokens.scale_rows, tokens.scale_cols, tokens.scale_stride, kQuantGroup, groups));
-  }
-}
-
 void check_tokens(const ExchangeProblem& problem, const MatrixView& tokens) {
   const ExchangeSpec& spec = problem.spec;
   if (tokens.rows < 0 || tokens.rows > spec.max_tokens) {
@@ -69,7 +47,7 @@ void check_tokens(const ExchangeProblem& problem, const MatrixView& tokens) {
   if (tokens.data == nullptr || tokens.col_stride != 1) {
     refuse("tokens must be non-null, with contiguous rows (col_stride 1)");
   }
-  if (tokens.dtype == DType::kF8E4M3) check_scales(tokens);
+  if (tokens.dtype == DType::kF8E4M3) check_row_scales("tokens are", tokens);
 }
 
 void require_slots(const char* name, const SlotView& view, std::int64_t tokens, int top_k,

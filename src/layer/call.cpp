@@ -53,22 +53,7 @@ void check_quantised(const LayerSpec& spec, const ForwardInput& input, DType com
         "the gate needs them unquantised; pass topk_ids and topk_weights, or logits, or "
         "activations in bf16, f16 or f32");
   }
-  const std::int64_t groups = protocol::ceil_div<std::int64_t>(x.cols, kQuantGroup);
-  if (x.scale == nullptr) {
-    refuse(fmt::format("their scale is null; pass [{}, {}] scales, one for {} columns of a token",
-                       x.rows, groups, kQuantGroup));
-  }
-  if (x.scale_dtype != DType::kF32) {
-    throw Error(ErrorCode::kDTypeMismatch,
-                fmt::format("activations are f8_e4m3 with scales of {}; convert them to f32",
-                            to_string(x.scale_dtype)));
-  }
-  if (x.scale_rows != 1 || x.scale_cols != kQuantGroup || x.scale_stride < groups) {
-    refuse(
-        fmt::format("they have a scale per {} x {}, with stride {}; use scale_rows 1, scale_cols "
-                    "{} and a scale_stride of at least {}",
-                    x.scale_rows, x.scale_cols, x.scale_stride, kQuantGroup, groups));
-  }
+  check_row_scales("activations are", x);
 }
 
 void check_activations(const LayerSpec& spec, int max_tokens, int rank, const ForwardInput& input,

@@ -9,6 +9,7 @@
 #include <string_view>
 
 #include "base/convert.h"
+#include "base/quantize.h"
 #include "switchyard/error.h"
 
 namespace switchyard {
@@ -164,6 +165,29 @@ void check_matrix(const std::string& name, const MatrixView& view, std::int64_t 
         ErrorCode::kDTypeMismatch,
         fmt::format("{} is {}; a weight must be f32, f16, bf16, f8_e4m3, f4_e2m1 or u4, convert it",
                     name, to_string(view.dtype)));
+  }
+}
+
+void check_row_scales(const char* these_are, const MatrixView& view) {
+  const std::int64_t groups = (view.cols + kQuantGroup - 1) / kQuantGroup;
+  if (view.scale == nullptr) {
+    throw Error(ErrorCode::kInvalidArgument,
+                fmt::format("{} f8_e4m3, but the scale is null; pass [{}, {}] scales, one for {} "
+                            "columns of a row",
+                            these_are, view.rows, groups, kQuantGroup));
+  }
+  if (view.scale_dtype != DType::kF32) {
+    throw Error(ErrorCode::kDTypeMismatch,
+                fmt::format("{} f8_e4m3 with scales of {}; convert them to f32", these_are,
+                            to_string(view.scale_dtype)));
+  }
+  if (view.scale_rows != 1 || view.scale_cols != kQuantGroup ||
+      (view.rows > 1 && view.scale_stride < groups)) {
+    throw Error(ErrorCode::kInvalidArgument,
+                fmt::format("{} f8_e4m3 with a scale per {} x {}, with stride {}; use scale_rows "
+                            "1, scale_cols {} and a scale_stride of at least {}",
+                            these_are, view.scale_rows, view.scale_cols, view.scale_stride,
+                            kQuantGroup, groups));
   }
 }
 

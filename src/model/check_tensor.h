@@ -16,6 +16,9 @@ bool is_float(DType dtype);
 // tensor's name.
 void check_matrix(const std::string& name, const MatrixView& view, std::int64_t rows,
                   std::int64_t cols);
+// Checks the scales of FP8 activations: f32, one for kQuantGroup columns of a row. `these_are`
+// begins the message: "x is", "tokens are". Throws Error{kInvalidArgument, kDTypeMismatch}.
+void check_row_scales(const char* these_are, const MatrixView& view);
 // Throws Error{kInvalidArgument} naming the place of a four-bit matrix's first scale that is NaN,
 // or kInvalidArgument for a zero point above 15. The memory is the host's, and the matrix has
 // passed check_matrix().

@@ -152,27 +152,6 @@ void check_options(const GroupedGemmOptions& options) {
   require_no_choice(options.schedule);
 }
 
-void check_scales(const MatrixView& x) {
-  const std::int64_t groups = protocol::ceil_div<std::int64_t>(x.cols, kQuantGroup);
-  if (x.scale == nullptr) {
-    refuse(
-        fmt::format("x is f8_e4m3, but its scale is null; pass [{}, {}] scales, one for {} "
-                    "columns of a row",
-                    x.rows, groups, kQuantGroup));
-  }
-  if (x.scale_dtype != DType::kF32) {
-    throw Error(ErrorCode::kDTypeMismatch,
-                fmt::format("x is f8_e4m3 with scales of {}; convert them to f32",
-                            to_string(x.scale_dtype)));
-  }
-  if (x.scale_rows != 1 || x.scale_cols != kQuantGroup || (x.rows > 1 && x.scale_stride < groups)) {
-    refuse(
-        fmt::format("x is f8_e4m3 with a scale per {} x {}, with stride {}; use scale_rows 1, "
-                    "scale_cols {} and a scale_stride of at least {}",
-                    x.scale_rows, x.scale_cols, x.scale_stride, kQuantGroup, groups));
-  }
-}
-
 // Checks an input without reading through an address.
 void check_input(const GroupedGemmSpec& spec, DType compute, const GroupedInput& input) {
   const MatrixView& x = input.x;
@@ -208,7 +187,7 @@ void check_input(const GroupedGemmSpec& spec, DType compute, const GroupedInput&
   if (x.col_stride != 1) {
     refuse(fmt::format("x has a col_stride of {}; pass rows that are contiguous", x.col_stride));
   }
-  if (x.dtype == DType::kF8E4M3) check_scales(x);
+  if (x.dtype == DType::kF8E4M3) check_row_scales("x is", x);
 }
 
 void check_stride(const char* name, std::int64_t stride, int columns) {

@@ -101,7 +101,7 @@ TEST(Exchange, ExactAllocation) {
         ExchangeArrays got = player.room(rows);
         DispatchOutput small = got.output();
         small.capacity = 1;
-        EXPECT_ERROR(player.made.dispatch_recv(small, player.handle), ErrorCode::kCapacityExceeded,
+        EXPECT_ERROR(player.made.dispatch_recv(small, player.handle), kCapacityExceeded,
                      "room for 1");
         player.made.dispatch_recv(got.output(), player.handle);
         wrong_rows(batch, world.rank(), player.spec().layout, got);
@@ -273,7 +273,7 @@ TEST_F(BadExchange, Inputs) {
   });
   refuse_call(bad, "reuse is set, and ids", [](DispatchInput& in) { in.reuse = true; });
   wire = kFp8;
-  refuse_call(bad, "their scale is null", [](DispatchInput& in) { in.tokens.scale = nullptr; });
+  refuse_call(bad, "the scale is null", [](DispatchInput& in) { in.tokens.scale = nullptr; });
   refuse_call(bad, "scale per 128 x 128", [](DispatchInput& in) { in.tokens.scale_rows = 128; });
   refuse_call(ErrorCode::kDTypeMismatch, "f8_e4m3 with scales of f8_e8m0",
               [](DispatchInput& in) { in.tokens.scale_dtype = DType::kF8E8M0; });
@@ -338,7 +338,7 @@ TEST_F(BadExchange, PaddedExpertWithoutRoom) {
   ExchangeArrays got(spec, exchange.own_places(), exchange.rows_needed());
   EXPECT_EQ(exchange.rows_needed(), 6);
   exchange.dispatch_send(input_of(batch, 0), handle);
-  EXPECT_ERROR(exchange.dispatch_recv(got.output(), handle), ErrorCode::kCapacityExceeded,
+  EXPECT_ERROR(exchange.dispatch_recv(got.output(), handle), kCapacityExceeded,
                "expert 1 got 4 rows");
 }
 
