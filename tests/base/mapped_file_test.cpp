@@ -64,13 +64,13 @@ TEST_F(MappedFileTest, PagesThatAreCutReadAsZerosAndAreTold) {
   EXPECT_EQ(byte_at(*file, 0), 'x');
   EXPECT_EQ(byte_at(*file, kPage), 0);
   EXPECT_FALSE(file->is_whole());
-  EXPECT_ERROR(file->require_whole(), ErrorCode::kInvalidFile, path_.c_str(),
+  EXPECT_ERROR(file->require_whole(), kInvalidFile, path_.c_str(),
                "became shorter while it was in use",
                ("has " + std::to_string(kPage) + " now").c_str());
-  EXPECT_ERROR(MappedFile::require_all_whole(), ErrorCode::kInvalidFile, path_.c_str());
+  EXPECT_ERROR(MappedFile::require_all_whole(), kInvalidFile, path_.c_str());
   // It stays so: what the file gets later does not come into these pages.
   cut(4 * kPage);
-  EXPECT_ERROR(file->require_size(), ErrorCode::kInvalidFile, path_.c_str(), "was written to");
+  EXPECT_ERROR(file->require_size(), kInvalidFile, path_.c_str(), "was written to");
 }
 
 // Neither raises a signal where bytes are read: nothing of the page that was cut is.

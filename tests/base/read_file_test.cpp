@@ -28,17 +28,17 @@ TEST(ReadFile, ReadsAllOfIt) {
     test::write_file(path, text);
     EXPECT_EQ(read_text(path, 1'000'000), text);
   }
-  EXPECT_ERROR(read_text(path, 999'999), ErrorCode::kInvalidFile, "more than the 999999 bytes");
+  EXPECT_ERROR(read_text(path, 999'999), kInvalidFile, "more than the 999999 bytes");
   // This file system tells no sizes.
   EXPECT_EQ(read_text("/proc/self/comm", 100).back(), '\n');
-  EXPECT_ERROR(read_text("/proc/self/maps", 100), ErrorCode::kInvalidFile, "more than the 100");
+  EXPECT_ERROR(read_text("/proc/self/maps", 100), kInvalidFile, "more than the 100");
 }
 
 TEST(ReadFile, SparseFilesCostNothing) {
   const test::TemporaryDirectory directory;
   test::write_file(directory / "x", "");
   fs::resize_file(directory / "x", std::uintmax_t{10} << 30);
-  EXPECT_ERROR(read_text(directory / "x", 1 << 20), ErrorCode::kInvalidFile, "more than the");
+  EXPECT_ERROR(read_text(directory / "x", 1 << 20), kInvalidFile, "more than the");
 }
 
 // To open a pipe without a writer would block for ever; the alarm would end it.
@@ -48,15 +48,15 @@ TEST(ReadFile, WhatIsNoFileIsRefusedWithoutWaiting) {
   ASSERT_EQ(::mkfifo((directory / "pipe").c_str(), 0600), 0);
   fs::create_symlink("pipe", directory / "link");
   for (const char* name : {"pipe", "link"}) {
-    EXPECT_ERROR(open_input(directory / name), ErrorCode::kInvalidFile, name, "is a pipe");
+    EXPECT_ERROR(open_input(directory / name), kInvalidFile, name, "is a pipe");
   }
-  EXPECT_ERROR(open_input("/dev/zero"), ErrorCode::kInvalidFile, "is a device");
-  EXPECT_ERROR(open_input(directory.path()), ErrorCode::kInvalidFile, "is a directory");
+  EXPECT_ERROR(open_input("/dev/zero"), kInvalidFile, "is a device");
+  EXPECT_ERROR(open_input(directory.path()), kInvalidFile, "is a directory");
   sockaddr_un address{.sun_family = AF_UNIX, .sun_path = {}};
   std::strncpy(address.sun_path, (directory / "socket").c_str(), sizeof address.sun_path - 1);
   const UniqueFd socket(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0));
   ASSERT_EQ(::bind(socket.get(), reinterpret_cast<sockaddr*>(&address), sizeof address), 0);
-  EXPECT_ERROR(open_input(directory / "socket"), ErrorCode::kInvalidFile, "is a socket");
+  EXPECT_ERROR(open_input(directory / "socket"), kInvalidFile, "is a socket");
   ::alarm(0);
 }
 
@@ -67,16 +67,16 @@ TEST(ReadFile, LinksSayWhatIsWrongWithThem) {
   EXPECT_TRUE(is_absent(directory / "nothing"));
   EXPECT_FALSE(is_absent(directory / "dangling"));
   EXPECT_FALSE(is_absent(directory / "circle"));
-  EXPECT_ERROR(open_input(directory / "nothing"), ErrorCode::kSystem, "No such file");
-  EXPECT_ERROR(open_input(directory / "dangling"), ErrorCode::kInvalidFile,
+  EXPECT_ERROR(open_input(directory / "nothing"), kSystem, "No such file");
+  EXPECT_ERROR(open_input(directory / "dangling"), kInvalidFile,
                "a symbolic link to a file that is not there");
-  EXPECT_ERROR(open_input(directory / "circle"), ErrorCode::kSystem, "leads back to itself");
+  EXPECT_ERROR(open_input(directory / "circle"), kSystem, "leads back to itself");
 }
 
 TEST(FileErrors, NameTheRemedyOfTheirCause) {
   const auto expect = [](int code, const char* remedy) {
-    EXPECT_ERROR(errno = code; throw_file_error("dir/a\nb", "mmap"), ErrorCode::kSystem,
-                               "dir/a\\nb: mmap failed: ", remedy);
+    EXPECT_ERROR(errno = code;
+                 throw_file_error("dir/a\nb", "mmap"), kSystem, "dir/a\\nb: mmap failed: ", remedy);
   };
   expect(ENOMEM, "memory");
   expect(ENODEV, "copy it to a file system that can map");

@@ -55,7 +55,7 @@ TEST(WholeFile, TemporaryNamesThatAreTakenAreLeftAlone) {
   EXPECT_TRUE(names.contains(path));
   EXPECT_EQ(path.parent_path(), directory.path());
   EXPECT_ERROR(make_beside(directory / "x", "open", [](const fs::path&) { return EEXIST; }),
-               ErrorCode::kSystem, "x: open failed", "File exists");
+               kSystem, "x: open failed", "File exists");
 }
 
 TEST(WholeFile, FilesAreForThoseThatTheUmaskAllows) {

@@ -86,7 +86,7 @@ TEST(AllToAllSuite, RefusesRanksThatDoNotDivideTheExperts) {
   AllToAllOptions options = small_options();
   options.ranks = 3;
   Recorder recorder;
-  EXPECT_ERROR(AllToAllSession(options, recorder), ErrorCode::kInvalidArgument,
+  EXPECT_ERROR(AllToAllSession(options, recorder), kInvalidArgument,
                "3 ranks do not divide 8 experts");
 }
 

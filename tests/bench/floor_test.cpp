@@ -49,7 +49,7 @@ TEST(BenchFloor, GivenFactsAreUsed) {
 
 TEST(BenchFloor, FactsOfAnotherGpuAreRefused) {
   EXPECT_ERROR(choose_floor("NVIDIA H100 80GB HBM3", 1, 1, DType::kBF16, facts_of("NVIDIA H200")),
-               ErrorCode::kInvalidArgument, "'NVIDIA H200'", "'NVIDIA H100 80GB HBM3'");
+               kInvalidArgument, "'NVIDIA H200'", "'NVIDIA H100 80GB HBM3'");
 }
 
 TEST(BenchFloor, RanksThatShareAGpuHaveNone) {

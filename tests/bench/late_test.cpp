@@ -88,7 +88,7 @@ TEST(LateSuite, OneRankWaitsForNobody) {
   Recorder recorder;
   LateOptions options = small_options();
   options.ranks = 1;
-  EXPECT_ERROR(LateSession(options, recorder), ErrorCode::kInvalidArgument, "--ranks is 1");
+  EXPECT_ERROR(LateSession(options, recorder), kInvalidArgument, "--ranks is 1");
 }
 
 TEST(LateSuite, APointThatFailsIsToldAndLeftOut) {

@@ -15,10 +15,9 @@
 #include "c_api/calls.h"
 #include "switchyard/c.h"
 
+namespace switchyard::testing {
 namespace {
 
-using switchyard::testing::last_error;
-using switchyard::testing::tensor;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 
@@ -109,8 +108,8 @@ TEST_F(Experts, ScalesOfPowersOfTwo) {
 
 TEST_F(Experts, BadIdsAreErrorsOrSkippedAndCounted) {
   ASSERT_EQ(create(), SY_OK);
-  EXPECT_EQ(forward<std::int64_t>({5'000'000'000}, SY_I64), SY_INVALID_ARGUMENT);
-  EXPECT_THAT(last_error().message, HasSubstr("topk_ids[0][0] is 5000000000"));
+  expect_failed(forward<std::int64_t>({5'000'000'000}, SY_I64), SY_INVALID_ARGUMENT,
+                "topk_ids[0][0] is 5000000000");
   EXPECT_EQ(sy_layer_destroy(&layer_), SY_OK);
 
   options_.bad_ids = SY_BAD_IDS_SKIP;
@@ -129,8 +128,7 @@ TEST_F(Experts, BadIdsAreErrorsOrSkippedAndCounted) {
 
 TEST_F(Experts, StructsSayTheirSizes) {
   spec_.struct_size = 8;
-  EXPECT_EQ(create(), SY_INVALID_ARGUMENT);
-  EXPECT_THAT(last_error().message, HasSubstr("sy_layer_spec.struct_size is 8"));
+  expect_failed(create(), SY_INVALID_ARGUMENT, "sy_layer_spec.struct_size is 8");
 
   // A caller compiled with a later version of the header.
   struct Later {
@@ -146,8 +144,8 @@ TEST_F(Experts, StructsSayTheirSizes) {
 }
 
 TEST_F(Experts, NullIsAnError) {
-  EXPECT_EQ(sy_layer_create(nullptr, &spec_, &weights_, &options_, &layer_), SY_INVALID_ARGUMENT);
-  EXPECT_THAT(last_error().message, HasSubstr("world is null"));
+  expect_failed(sy_layer_create(nullptr, &spec_, &weights_, &options_, &layer_),
+                SY_INVALID_ARGUMENT, "world is null");
   EXPECT_EQ(sy_layer_create(world_, &spec_, &weights_, &options_, nullptr), SY_INVALID_ARGUMENT);
   EXPECT_EQ(sy_layer_forward(nullptr, nullptr), SY_INVALID_ARGUMENT);
   EXPECT_EQ(sy_last_error(nullptr), SY_INVALID_ARGUMENT);
@@ -156,12 +154,10 @@ TEST_F(Experts, NullIsAnError) {
 TEST_F(Experts, ErrorsOfTensorsNameThem) {
   sy_layer_weights weights = weights_;
   weights_.up.weight.shape[0] = 3;
-  EXPECT_EQ(create(), SY_SHAPE_MISMATCH);
-  EXPECT_THAT(last_error().message, HasSubstr("up.weight is [3, 2, 4]"));
+  expect_failed(create(), SY_SHAPE_MISMATCH, "up.weight is [3, 2, 4]");
   weights_ = weights;
   weights_.down.weight.device_type = SY_CUDA;
-  EXPECT_EQ(create(), SY_INVALID_ARGUMENT);
-  EXPECT_THAT(last_error().message, HasSubstr("down.weight is in CUDA memory"));
+  expect_failed(create(), SY_INVALID_ARGUMENT, "down.weight is in CUDA memory");
   weights_ = weights;
   weights_.up.weight.dtype = 99;
   EXPECT_EQ(create(), SY_DTYPE_MISMATCH);
@@ -303,8 +299,8 @@ TEST_F(Workspaces, AreNotJoinedByWayOfALayer) {
   ASSERT_EQ(create(), SY_OK);
   ASSERT_EQ(create_layer(0), SY_OK);
   shapes_[1].options.share_memory_with = layers_[0];
-  EXPECT_EQ(shapes_[1].create(world_, &layers_[1]), SY_INVALID_ARGUMENT);
-  EXPECT_THAT(last_error().message, HasSubstr("make one with sy_workspace_create()"));
+  expect_failed(shapes_[1].create(world_, &layers_[1]), SY_INVALID_ARGUMENT,
+                "make one with sy_workspace_create()");
   shapes_[1].options.share_memory_with = nullptr;
   shapes_[1].options.table_file = "layer.olmoe.table.json";
   EXPECT_EQ(shapes_[1].create(world_, &layers_[1]), SY_INVALID_ARGUMENT);
@@ -315,11 +311,9 @@ TEST_F(Workspaces, AreNotJoinedByWayOfALayer) {
 
 TEST_F(Workspaces, RefuseLayersThatNeedMore) {
   ASSERT_EQ(sy_workspace_create(world_, &shapes_[0].spec, 1, &options_, &workspace_), SY_OK);
-  EXPECT_EQ(create_layer(1), SY_INVALID_ARGUMENT);
-  EXPECT_THAT(last_error().message, HasSubstr("make the workspace for the largest layer"));
+  expect_failed(create_layer(1), SY_INVALID_ARGUMENT, "make the workspace for the largest layer");
   shapes_[0].options.max_tokens = 25;
-  EXPECT_EQ(create_layer(0), SY_INVALID_ARGUMENT);
-  EXPECT_THAT(last_error().message, HasSubstr("does not fit"));
+  expect_failed(create_layer(0), SY_INVALID_ARGUMENT, "does not fit");
   EXPECT_EQ(layers_[0], nullptr);
   shapes_[0].options.max_tokens = 13;
   EXPECT_EQ(create_layer(0), SY_OK);
@@ -335,8 +329,7 @@ TEST_F(Workspaces, ReleaseAndRestore) {
     EXPECT_EQ(info().released, 1);
     EXPECT_EQ(info().bytes, bytes);
     std::vector<float> y;
-    EXPECT_EQ(shapes_[0].forward(layers_[0], y), SY_INVALID_ARGUMENT);
-    EXPECT_THAT(last_error().message, HasSubstr("workspace was released"));
+    expect_failed(shapes_[0].forward(layers_[0], y), SY_INVALID_ARGUMENT, "workspace was released");
     ASSERT_EQ(sy_workspace_restore(workspace_), SY_OK) << last_error().message;
     EXPECT_EQ(info().released, 0);
     expect_same_bits();
@@ -348,8 +341,7 @@ TEST_F(Workspaces, HaveSlots) {
   ASSERT_EQ(create(), SY_OK);
   EXPECT_EQ(info().slots, 2);
   for (const int slot : {-1, 2}) {
-    EXPECT_EQ(create_layer(0, slot), SY_INVALID_ARGUMENT);
-    EXPECT_THAT(last_error().message, HasSubstr("the workspace has slots 0 to 1"));
+    expect_failed(create_layer(0, slot), SY_INVALID_ARGUMENT, "the workspace has slots 0 to 1");
   }
   ASSERT_EQ(create_layer(0, 0), SY_OK);
   ASSERT_EQ(create_layer(1, 1), SY_OK);
@@ -362,14 +354,13 @@ TEST_F(Workspaces, HaveSlots) {
   EXPECT_EQ(y, expected_);
   EXPECT_EQ(sy_layer_destroy(&layers_[0]), SY_OK);
   EXPECT_EQ(sy_workspace_destroy(&workspace_), SY_OK);
-  EXPECT_EQ(create_layer(0, 1), SY_INVALID_ARGUMENT);
-  EXPECT_THAT(last_error().message, HasSubstr("workspace_slot is 1, but there is no workspace"));
+  expect_failed(create_layer(0, 1), SY_INVALID_ARGUMENT,
+                "workspace_slot is 1, but there is no workspace");
 }
 
 TEST_F(Workspaces, RefuseWhatMakesNoSense) {
   const auto refused = [&](const char* part) {
-    EXPECT_EQ(create(), SY_INVALID_ARGUMENT);
-    EXPECT_THAT(last_error().message, HasSubstr(part));
+    expect_failed(create(), SY_INVALID_ARGUMENT, part);
     EXPECT_EQ(workspace_, nullptr);
   };
   const sy_workspace_options good = options_;
@@ -429,12 +420,9 @@ TEST(WorldOptions, OfTheNetworkAreChecked) {
     options.network_window = window;
     return sy_world_processes(0, 1, &options, &world);
   };
-  EXPECT_EQ(make(100, 0), SY_INVALID_ARGUMENT);
-  EXPECT_THAT(last_error().message, HasSubstr("chunk_bytes is 100; use 2048 to 1073741824"));
-  EXPECT_EQ(make(2080, 0), SY_INVALID_ARGUMENT);
-  EXPECT_THAT(last_error().message, HasSubstr("chunk_bytes is 2080; use a multiple of 64"));
-  EXPECT_EQ(make(0, 32'769), SY_INVALID_ARGUMENT);
-  EXPECT_THAT(last_error().message, HasSubstr("window is 32769; use 1 to 32768"));
+  expect_failed(make(100, 0), SY_INVALID_ARGUMENT, "chunk_bytes is 100; use 2048 to 1073741824");
+  expect_failed(make(2080, 0), SY_INVALID_ARGUMENT, "chunk_bytes is 2080; use a multiple of 64");
+  expect_failed(make(0, 32'769), SY_INVALID_ARGUMENT, "window is 32769; use 1 to 32768");
   for (const auto& [chunk_bytes, window] : {std::pair(0u, 0u), {2048u, 1u}}) {
     ASSERT_EQ(make(chunk_bytes, window), SY_OK) << last_error().message;
     EXPECT_EQ(sy_world_destroy(&world), SY_OK);
@@ -452,8 +440,8 @@ TEST(WorldOptions, ReservedFieldsAreZero) {
   sy_world* world = nullptr;
   sy_world_options options = SY_WORLD_OPTIONS_INIT;
   options.reserved = 7;
-  EXPECT_EQ(sy_world_single(&options, &world), SY_UNSUPPORTED);
-  EXPECT_THAT(last_error().message, HasSubstr("sy_world_options.reserved is 7"));
+  expect_failed(sy_world_single(&options, &world), SY_UNSUPPORTED,
+                "sy_world_options.reserved is 7");
   EXPECT_EQ(world, nullptr);
 }
 
@@ -464,8 +452,7 @@ TEST(WorldOptions, SecretsThatAreTooShortAreRefused) {
   options.secret = "short";
   const sy_status status = sy_world_processes(0, 2, &options, &world);
   if (status == SY_UNSUPPORTED) GTEST_SKIP() << last_error().message;
-  EXPECT_EQ(status, SY_INVALID_ARGUMENT);
-  EXPECT_THAT(last_error().message, HasSubstr("has 5 bytes; use at least 16"));
+  expect_failed(status, SY_INVALID_ARGUMENT, "has 5 bytes; use at least 16");
   // Callers that were compiled before it was there do not have it.
   options.struct_size = offsetof(sy_world_options, secret);
   EXPECT_EQ(sy_world_single(&options, &world), SY_OK) << last_error().message;
@@ -516,3 +503,4 @@ TEST(TopK, ChoosesAsTheRoutingSays) {
 }
 
 }  // namespace
+}  // namespace switchyard::testing

@@ -4,6 +4,8 @@
 #include <gtest/gtest.h>
 
 #include <cstdint>
+#include <source_location>
+#include <string_view>
 #include <vector>
 
 #include "switchyard/c.h"
@@ -14,6 +16,15 @@ inline sy_error last_error() {
   sy_error error = SY_ERROR_INIT;
   EXPECT_EQ(sy_last_error(&error), SY_OK);
   return error;
+}
+
+// A call that returned `status` was to fail with `expected`, and its message has `text`.
+inline void expect_failed(sy_status status, sy_status expected, const char* text,
+                          std::source_location where = std::source_location::current()) {
+  const ::testing::ScopedTrace trace(where.file_name(), static_cast<int>(where.line()), text);
+  EXPECT_EQ(status, expected) << last_error().message;
+  EXPECT_NE(std::string_view(last_error().message).find(text), std::string_view::npos)
+      << last_error().message;
 }
 
 template <typename T>

@@ -14,10 +14,9 @@
 #include "c_api/calls.h"
 #include "switchyard/c.h"
 
+namespace switchyard::testing {
 namespace {
 
-using switchyard::testing::last_error;
-using switchyard::testing::tensor;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 
@@ -180,8 +179,7 @@ TEST_F(Exchange, LargeIdsAreErrorsUnlessTheyMayMeanNone) {
   // As of a caller that knows no such field.
   spec_.struct_size = offsetof(sy_exchange_spec, large_ids_are_none);
   create();
-  EXPECT_EQ(dispatch(), SY_INVALID_ARGUMENT);
-  EXPECT_THAT(last_error().message, HasSubstr("ids[1][1] is 3; expert ids are 0 to 2"));
+  expect_failed(dispatch(), SY_INVALID_ARGUMENT, "ids[1][1] is 3; expert ids are 0 to 2");
   EXPECT_EQ(sy_exchange_destroy(&exchange_), SY_OK);
   EXPECT_EQ(sy_exchange_handle_destroy(&handle_), SY_OK);
   spec_.struct_size = sizeof spec_;
@@ -197,8 +195,7 @@ TEST_F(Exchange, RefusesCalls) {
                                  const std::function<void()>& spoil) {
     const sy_dispatch_input good = input_;
     spoil();
-    EXPECT_EQ(sy_exchange_dispatch_send(exchange_, &input_, handle_), status);
-    EXPECT_THAT(last_error().message, HasSubstr(text));
+    expect_failed(sy_exchange_dispatch_send(exchange_, &input_, handle_), status, text);
     input_ = good;
   };
   std::vector<float> more(12);
@@ -226,8 +223,7 @@ TEST_F(Exchange, RefusesCalls) {
                                   const std::function<void()>& spoil) {
     const sy_dispatch_output good = output_;
     spoil();
-    EXPECT_EQ(sy_exchange_dispatch_recv(exchange_, &output_, handle_), status);
-    EXPECT_THAT(last_error().message, HasSubstr(text));
+    expect_failed(sy_exchange_dispatch_recv(exchange_, &output_, handle_), status, text);
     output_ = good;
   };
   refused_output(SY_DTYPE_MISMATCH, "rows are bf16", [&] { output_.rows.dtype = SY_BF16; });
@@ -244,8 +240,7 @@ TEST_F(Exchange, RefusesCalls) {
   });
   ASSERT_EQ(sy_exchange_dispatch_recv(exchange_, &output_, handle_), SY_OK) << last_error().message;
   sums_.out = tensor(out_, SY_F32, {1, 2});
-  EXPECT_EQ(combine(), SY_SHAPE_MISMATCH);
-  EXPECT_THAT(last_error().message, HasSubstr("out is [1, 2]; it must be [2, 2]"));
+  expect_failed(combine(), SY_SHAPE_MISMATCH, "out is [1, 2]; it must be [2, 2]");
   sums_.out = tensor(out_, SY_F32, {2, 2});
   // Nothing was sent.
   ASSERT_EQ(combine(), SY_OK) << last_error().message;
@@ -304,3 +299,4 @@ TEST(HandlesInUse, AreLeftBehind) {
 }
 
 }  // namespace
+}  // namespace switchyard::testing

@@ -14,10 +14,9 @@
 #include "c_api/calls.h"
 #include "switchyard/c.h"
 
+namespace switchyard::testing {
 namespace {
 
-using switchyard::testing::last_error;
-using switchyard::testing::tensor;
 using ::testing::HasSubstr;
 
 constexpr int kHidden = 64, kIntermediate = 32, kNumExperts = 2;
@@ -291,8 +290,9 @@ TEST(FourBitGroupedGemm, ScalesAreReadInPlace) {
   EXPECT_THAT(out, ::testing::ElementsAre(64, 64, 128, 128));
   ASSERT_EQ(sy_grouped_gemm_destroy(&gemm), SY_OK);
   scale[6] = std::numeric_limits<float>::quiet_NaN();
-  EXPECT_EQ(sy_grouped_gemm_create(&spec, &options, &gemm), SY_INVALID_ARGUMENT);
-  EXPECT_THAT(last_error().message, HasSubstr("matrices[1]'s scale of row 1, columns 0 to 31"));
+  expect_failed(sy_grouped_gemm_create(&spec, &options, &gemm), SY_INVALID_ARGUMENT,
+                "matrices[1]'s scale of row 1, columns 0 to 31");
 }
 
 }  // namespace
+}  // namespace switchyard::testing

@@ -13,10 +13,9 @@
 #include "c_api/calls.h"
 #include "switchyard/c.h"
 
+namespace switchyard::testing {
 namespace {
 
-using switchyard::testing::last_error;
-using switchyard::testing::tensor;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 
@@ -228,8 +227,7 @@ TEST(SharedMemory, OfPermute) {
                    {{"ids", &call.ids}}, [&] { return sy_permute_run(&call); });
   call.dropped = tensor(dropped, SY_I32, {1});
   call.dropped.data = &tokens[3];
-  EXPECT_EQ(sy_permute_run(&call), SY_INVALID_ARGUMENT);
-  EXPECT_THAT(last_error().message, HasSubstr("dropped overlaps tokens"));
+  expect_failed(sy_permute_run(&call), SY_INVALID_ARGUMENT, "dropped overlaps tokens");
 }
 
 TEST(SharedMemory, OfUnpermuteAndTopK) {
@@ -354,3 +352,4 @@ TEST(Sizes, OfTensors) {
 }
 
 }  // namespace
+}  // namespace switchyard::testing

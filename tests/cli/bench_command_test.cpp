@@ -136,52 +136,50 @@ TEST_F(Bench, ARivalThatFailsLeavesTheRows) {
   }
 }
 
-void expect_refused(const Arguments& arguments, const std::string& code,
-                    const std::vector<std::string>& parts) {
+void expect_refused(const Arguments& arguments, const std::vector<std::string>& parts,
+                    const std::string& code = "invalid_argument") {
   expect_error(join({"bench"}, arguments), 2, code, parts);
 }
 
 TEST_F(Bench, RefusesWhatMakesNoSense) {
-  const std::string invalid = "invalid_argument";
-  expect_refused({}, invalid, {"--suite", "--model"});
-  expect_refused({"--suite", "two_gpus"}, invalid, {"'two_gpus'", "one_gpu_bf16"});
-  expect_refused({"--suite", "one_gpu_bf16", "--tokens", "7"}, invalid, {"has 7", "8192"});
-  expect_refused({"--suite", "one_gpu_bf16", "--model", "dbrx"}, invalid, {"dbrx", "olmoe"});
-  expect_refused({"--suite", "one_gpu_bf16", "--experts", "4"}, invalid, {"a suite is what it is"});
-  expect_refused({"--suite", "one_gpu_bf16", "--dtype", "fp8"}, invalid,
+  expect_refused({}, {"--suite", "--model"});
+  expect_refused({"--suite", "two_gpus"}, {"'two_gpus'", "one_gpu_bf16"});
+  expect_refused({"--suite", "one_gpu_bf16", "--tokens", "7"}, {"has 7", "8192"});
+  expect_refused({"--suite", "one_gpu_bf16", "--model", "dbrx"}, {"dbrx", "olmoe"});
+  expect_refused({"--suite", "one_gpu_bf16", "--experts", "4"}, {"a suite is what it is"});
+  expect_refused({"--suite", "one_gpu_bf16", "--dtype", "fp8"},
                  {"--dtype is fp8", "one_gpu_bf16 is measured in bf16"});
-  expect_refused({"--suite", "one_gpu_fp8", "--dtype", "bf16"}, invalid,
+  expect_refused({"--suite", "one_gpu_fp8", "--dtype", "bf16"},
                  {"--dtype is bf16", "one_gpu_fp8 is measured in fp8"});
-  expect_refused({"--suite", "one_gpu_fp8_more", "--compute", "bf16"}, invalid,
+  expect_refused({"--suite", "one_gpu_fp8_more", "--compute", "bf16"},
                  {"--compute is bf16", "one_gpu_fp8_more is measured in fp8"});
-  expect_refused({"--model", "olmoe", "--dtype", "int8"}, invalid, {"--dtype is 'int8'", "fp8"});
-  expect_refused({"--model", "olmoe", "--compute", "f16"}, invalid, {"--compute is 'f16'", "fp8"});
-  expect_refused({"--model", "olmoe", "--compute", "fp8"}, invalid,
+  expect_refused({"--model", "olmoe", "--dtype", "int8"}, {"--dtype is 'int8'", "fp8"});
+  expect_refused({"--model", "olmoe", "--compute", "f16"}, {"--compute is 'f16'", "fp8"});
+  expect_refused({"--model", "olmoe", "--compute", "fp8"},
                  {"they are bf16", "--dtype fp8", "--compute bf16"});
-  expect_refused({"--model", "olmoe", "--dtype", "f32", "--against", "torch"}, invalid,
+  expect_refused({"--model", "olmoe", "--dtype", "f32", "--against", "torch"},
                  {"--dtype is f32", "bf16 or fp8"});
-  expect_refused({"--model", "nonesuch"}, invalid, {"nonesuch"});
-  expect_refused({"--model", "olmoe,"}, invalid, {"'olmoe,'", "single commas"});
-  expect_refused({"--model", "olmoe", "--tokens", "8,x"}, invalid, {"--tokens is '8,x'"});
-  expect_refused({"--model", "olmoe", "--tokens", "0"}, invalid, {"--tokens is '0'"});
-  expect_refused({"--model", "olmoe", "--balancedness", "2"}, invalid, {"--balancedness is '2'"});
-  expect_refused({"--model", "olmoe", "--repeat", "0"}, invalid, {"--repeat is '0'"});
-  expect_refused({"--model", "olmoe", "--graph", "--no-graph"}, invalid, {"--graph", "--no-graph"});
-  expect_refused({"--model", "olmoe", "--against", "tea"}, invalid, {"'tea'", "torch"});
-  expect_refused({"--model", "olmoe", "--against", "torch", "--torch-script", "/none"}, invalid,
-                 {"/none"});
-  expect_refused({"--model", "olmoe", "--against", "torch", "--given-routing"}, invalid,
+  expect_refused({"--model", "nonesuch"}, {"nonesuch"});
+  expect_refused({"--model", "olmoe,"}, {"'olmoe,'", "single commas"});
+  expect_refused({"--model", "olmoe", "--tokens", "8,x"}, {"--tokens is '8,x'"});
+  expect_refused({"--model", "olmoe", "--tokens", "0"}, {"--tokens is '0'"});
+  expect_refused({"--model", "olmoe", "--balancedness", "2"}, {"--balancedness is '2'"});
+  expect_refused({"--model", "olmoe", "--repeat", "0"}, {"--repeat is '0'"});
+  expect_refused({"--model", "olmoe", "--graph", "--no-graph"}, {"--graph", "--no-graph"});
+  expect_refused({"--model", "olmoe", "--against", "tea"}, {"'tea'", "torch"});
+  expect_refused({"--model", "olmoe", "--against", "torch", "--torch-script", "/none"}, {"/none"});
+  expect_refused({"--model", "olmoe", "--against", "torch", "--given-routing"},
                  {"--given-routing", "--against"});
-  expect_refused({"--model", "olmoe", "--torch-limit", "0"}, invalid, {"--torch-limit is '0'"});
-  expect_refused({"--model", "olmoe", "--given-routing", "--gated"}, invalid,
+  expect_refused({"--model", "olmoe", "--torch-limit", "0"}, {"--torch-limit is '0'"});
+  expect_refused({"--model", "olmoe", "--given-routing", "--gated"},
                  {"--given-routing", "--gated"});
-  expect_refused({"--model", "olmoe", "--json", "/no/such/place.json"}, invalid, {"/no/such"});
-  expect_refused({"--suite", "astero", "--dtype", "f32"}, invalid,
+  expect_refused({"--model", "olmoe", "--json", "/no/such/place.json"}, {"/no/such"});
+  expect_refused({"--suite", "astero", "--dtype", "f32"},
                  {"--dtype is f32", "astero is measured in fp8, bf16"});
-  expect_refused({"--suite", "astero", "--dtype", "fp8", "--compute", "bf16"}, invalid,
+  expect_refused({"--suite", "astero", "--dtype", "fp8", "--compute", "bf16"},
                  {"--compute is bf16", "astero is measured in"});
   expect_refused({"--suite", "astero", "--against", "torch", "--torch-script", SWITCHYARD_COMMAND},
-                 invalid, {"deepseek-v3", "shared expert"});
+                 {"deepseek-v3", "shared expert"});
 }
 
 TEST_F(Bench, FourBitSuiteMeasuresEachModelInItsTypes) {
@@ -194,15 +192,15 @@ TEST_F(Bench, FourBitSuiteMeasuresEachModelInItsTypes) {
   EXPECT_EQ(rows[0]["routing"], "given");
   EXPECT_EQ(rows[0]["weights"], "mxfp4");
   EXPECT_EQ(rows[0]["tokens_in"], "bf16");
-  expect_refused({"--suite", "four_bit", "--dtype", "fp8"}, "invalid_argument",
+  expect_refused({"--suite", "four_bit", "--dtype", "fp8"},
                  {"--dtype is fp8", "four_bit is measured in mxfp4, int4"});
-  expect_refused({"--suite", "four_bit", "--dtype", "int4", "--compute", "fp8"}, "invalid_argument",
+  expect_refused({"--suite", "four_bit", "--dtype", "int4", "--compute", "fp8"},
                  {"--compute is fp8", "four_bit is measured in bf16"});
   expect_refused({"--suite", "four_bit", "--dtype", "int4", "--model", "kimi-k3"},
-                 "invalid_argument", {"kimi-k3", "it has kimi-k2-routed"});
-  expect_refused({"--suite", "ep_four_bit", "--backend", "cpu"}, "invalid_argument",
+                 {"kimi-k3", "it has kimi-k2-routed"});
+  expect_refused({"--suite", "ep_four_bit", "--backend", "cpu"},
                  {"over ranks", "--model gpt-oss-20b --experts 16 --dtype mxfp4"});
-  expect_refused({"--model", "olmoe", "--dtype", "int4", "--compute", "fp8"}, "invalid_argument",
+  expect_refused({"--model", "olmoe", "--dtype", "int4", "--compute", "fp8"},
                  {"they are int4", "fp8 or mxfp4"});
 }
 
@@ -249,34 +247,32 @@ TEST_F(Bench, GroupedMeasuresChecksAndKeepsRows) {
   for (const nlohmann::json& row : rows) EXPECT_LE(row["error"], row["error_bound"]);
 
   // Rows of layers are another file's.
-  expect_refused(join({"--backend", "cpu", "--json", path}, kTiny), "invalid_file",
-                 {"grouped GEMM"});
+  expect_refused(join({"--backend", "cpu", "--json", path}, kTiny), {"grouped GEMM"},
+                 "invalid_file");
 }
 
 TEST_F(Bench, GroupedRefusesWhatMakesNoSense) {
-  const std::string invalid = "invalid_argument";
   const Arguments suite = {"grouped", "--backend", "cpu"};
   for (const Arguments& option :
        {Arguments{"--model", "olmoe"}, Arguments{"--tokens", "8"}, Arguments{"--hidden", "64"},
         Arguments{"--top-k", "2"}, Arguments{"--compute", "bf16"}, Arguments{"--ranks", "2"},
         Arguments{"--given-routing"}, Arguments{"--traced"}, Arguments{"--against", "torch"}}) {
-    expect_refused(join(suite, option), invalid,
-                   {"bench grouped has no option '" + option[0] + "'"});
+    expect_refused(join(suite, option), {"bench grouped has no option '" + option[0] + "'"});
   }
-  expect_refused(join(suite, {"--verify"}), invalid, {"--verify"});
-  expect_refused(join(suite, {"--cold"}), invalid, {"--cold is for --backend cuda"});
-  expect_refused(join(suite, {"--n", "64"}), invalid, {"--experts, --n and --k", "only 1"});
+  expect_refused(join(suite, {"--verify"}), {"--verify"});
+  expect_refused(join(suite, {"--cold"}), {"--cold is for --backend cuda"});
+  expect_refused(join(suite, {"--n", "64"}), {"--experts, --n and --k", "only 1"});
   expect_refused(join(suite, {"--experts", "2", "--n", "64", "--k", "80", "--dtype", "mxfp4"}),
-                 invalid, {"--k is 80", "32 columns"});
-  expect_refused(join(suite, {"--n", "64", "--k", "64"}), invalid, {"only 2 of them are"});
-  expect_refused(join(suite, {"--experts", "2", "--n", "63", "--k", "64", "--swiglu"}), invalid,
+                 {"--k is 80", "32 columns"});
+  expect_refused(join(suite, {"--n", "64", "--k", "64"}), {"only 2 of them are"});
+  expect_refused(join(suite, {"--experts", "2", "--n", "63", "--k", "64", "--swiglu"}),
                  {"--n is 63", "even"});
-  expect_refused(join(suite, {"--rows", "3"}), invalid, {"has 3", "2048"});
-  expect_refused(join(suite, {"--rows", "1", "--swiglu"}), invalid, {"--swiglu leaves no point"});
-  expect_refused({"--model", "olmoe", "--rows", "4"}, invalid,
+  expect_refused(join(suite, {"--rows", "3"}), {"has 3", "2048"});
+  expect_refused(join(suite, {"--rows", "1", "--swiglu"}), {"--swiglu leaves no point"});
+  expect_refused({"--model", "olmoe", "--rows", "4"},
                  {"bench layers has no option '--rows'; it is an option of bench grouped"});
   if (gpu::device_count() == 0) {
-    expect_refused({"grouped"}, "unsupported", {"bench grouped needs a GPU"});
+    expect_refused({"grouped"}, {"bench grouped needs a GPU"}, "unsupported");
   }
 }
 
@@ -317,7 +313,7 @@ TEST_F(Bench, ExchangeMeasuresChecksAndKeepsRows) {
   run_well(join(exchange, {"--tokens", "1,9", "--ranks", "3"}));
   EXPECT_EQ(rows_of(path).size(), 10u);
 
-  expect_refused(join({"--backend", "cpu", "--json", path}, kTiny), "invalid_file", {"exchange"});
+  expect_refused(join({"--backend", "cpu", "--json", path}, kTiny), {"exchange"}, "invalid_file");
 }
 
 // In namespaces as hosts, where they may be made.
@@ -364,37 +360,34 @@ TEST_F(Bench, HostsMeasuresChecksAndKeepsRows) {
 
   run_well(bench);
   EXPECT_EQ(rows_of(path).size(), 8u);
-  expect_refused(join({"--backend", "cpu", "--json", path}, kTiny), "invalid_file", {"hosts"});
+  expect_refused(join({"--backend", "cpu", "--json", path}, kTiny), {"hosts"}, "invalid_file");
 }
 
 TEST_F(Bench, HostsRefusesWhatMakesNoSense) {
-  const std::string invalid = "invalid_argument";
   const Arguments suite = {"hosts"};
   for (const Arguments& option :
        {Arguments{"--model", "olmoe"}, Arguments{"--ranks", "2"}, Arguments{"--dtype", "bf16"},
         Arguments{"--pre-sum"}, Arguments{"--verify"}}) {
-    expect_refused(join(suite, option), invalid, {"bench hosts has no option '" + option[0] + "'"});
+    expect_refused(join(suite, option), {"bench hosts has no option '" + option[0] + "'"});
   }
-  expect_refused(join(suite, {"--experts", "4"}), invalid, {"top-8 of 4 experts"});
-  expect_refused(suite, invalid, {"all ranks are on this one", "launch --namespaces"});
+  expect_refused(join(suite, {"--experts", "4"}), {"top-8 of 4 experts"});
+  expect_refused(suite, {"all ranks are on this one", "launch --namespaces"});
 }
 
 TEST_F(Bench, ExchangeRefusesWhatMakesNoSense) {
-  const std::string invalid = "invalid_argument";
   const Arguments suite = {"exchange"};
   for (const Arguments& option :
        {Arguments{"--model", "olmoe"}, Arguments{"--rows", "8"}, Arguments{"--n", "64"},
         Arguments{"--balancedness", "1"}, Arguments{"--compute", "bf16"}, Arguments{"--cold"},
         Arguments{"--given-routing"}, Arguments{"--verify"}, Arguments{"--against", "torch"}}) {
-    expect_refused(join(suite, option), invalid,
-                   {"bench exchange has no option '" + option[0] + "'"});
+    expect_refused(join(suite, option), {"bench exchange has no option '" + option[0] + "'"});
   }
   if (gpu::device_count() == 0) {
-    expect_refused(join(suite, {"--backend", "cuda"}), "unsupported", {"--backend cpu"});
+    expect_refused(join(suite, {"--backend", "cuda"}), {"--backend cpu"}, "unsupported");
   }
-  expect_refused(join(suite, {"--dtype", "f16"}), invalid, {"--dtype is f16"});
-  expect_refused(join(suite, {"--experts", "4"}), invalid, {"top-8 of 4 experts"});
-  expect_refused({"--model", "olmoe", "--pre-sum"}, invalid, {"--pre-sum", "bench exchange"});
+  expect_refused(join(suite, {"--dtype", "f16"}), {"--dtype is f16"});
+  expect_refused(join(suite, {"--experts", "4"}), {"top-8 of 4 experts"});
+  expect_refused({"--model", "olmoe", "--pre-sum"}, {"--pre-sum", "bench exchange"});
 }
 
 TEST_F(Bench, AllToAllChecksMeasuresAndTraces) {
@@ -426,42 +419,38 @@ TEST_F(Bench, AllToAllChecksMeasuresAndTraces) {
   for (const nlohmann::json& event : traced["traceEvents"]) slices += event["ph"] == "X";
   EXPECT_EQ(slices, 2u * 4 * 4 * 2);  // rungs, ranks, stages, blocks
 
-  expect_refused(join({"--backend", "cpu", "--json", path}, kTiny), "invalid_file", {"all_to_all"});
+  expect_refused(join({"--backend", "cpu", "--json", path}, kTiny), {"all_to_all"}, "invalid_file");
 }
 
 TEST_F(Bench, AllToAllRefusesWhatMakesNoSense) {
-  const std::string invalid = "invalid_argument";
   const Arguments suite = {"all_to_all"};
   for (const Arguments& option :
        {Arguments{"--model", "olmoe"}, Arguments{"--tokens", "8"}, Arguments{"--hidden", "64"},
         Arguments{"--dtype", "fp8"}, Arguments{"--cold"}, Arguments{"--pre-sum"},
         Arguments{"--against", "torch"}}) {
-    expect_refused(join(suite, option), invalid,
-                   {"bench all_to_all has no option '" + option[0] + "'"});
+    expect_refused(join(suite, option), {"bench all_to_all has no option '" + option[0] + "'"});
   }
-  expect_refused(join(suite, {"--rung", "fast"}), invalid, {"'fast' is no rung", "flag_per_token"});
-  expect_refused(join(suite, {"--ranks", "3"}), invalid, {"3 ranks do not divide 8 experts"});
+  expect_refused(join(suite, {"--rung", "fast"}), {"'fast' is no rung", "flag_per_token"});
+  expect_refused(join(suite, {"--ranks", "3"}), {"3 ranks do not divide 8 experts"});
   if (gpu::device_count() == 0) {
-    expect_refused(join(suite, {"--backend", "cuda"}), "unsupported", {"--backend cpu"});
+    expect_refused(join(suite, {"--backend", "cuda"}), {"--backend cpu"}, "unsupported");
   }
-  expect_refused({"--model", "olmoe", "--rung", "host"}, invalid, {"bench all_to_all"});
+  expect_refused({"--model", "olmoe", "--rung", "host"}, {"bench all_to_all"});
 }
 
 TEST_F(Bench, RefusesOptionsThatWouldDoNothing) {
-  const std::string invalid = "invalid_argument";
   for (const Arguments& option : {Arguments{"--graph"}, Arguments{"--cold"}, Arguments{"--traced"},
                                   Arguments{"--reserved-sms", "2"}, Arguments{"--uncooperative"},
                                   Arguments{"--machine-facts", "facts.json"}}) {
-    expect_refused(join({"--model", "olmoe", "--backend", "cpu"}, option), invalid,
+    expect_refused(join({"--model", "olmoe", "--backend", "cpu"}, option),
                    {switchyard::join(option, " ") + " is for --backend cuda; leave it out"});
     if (gpu::device_count() > 0) continue;
-    expect_refused(join({"--model", "olmoe"}, option), invalid, {option[0], "on the cpu"});
+    expect_refused(join({"--model", "olmoe"}, option), {option[0], "on the cpu"});
   }
-  expect_refused({"--model", "olmoe", "--gated"}, invalid, {"--gated", "ep_*"});
-  expect_refused({"--model", "olmoe", "--keep-rival"}, invalid, {"--keep-rival requires --json"});
-  expect_refused({"--model", "olmoe", "--torch-limit", "9"}, invalid,
-                 {"--torch-limit requires --against"});
-  expect_refused({"--model", "olmoe", "--torch-variants", "ordered"}, invalid,
+  expect_refused({"--model", "olmoe", "--gated"}, {"--gated", "ep_*"});
+  expect_refused({"--model", "olmoe", "--keep-rival"}, {"--keep-rival requires --json"});
+  expect_refused({"--model", "olmoe", "--torch-limit", "9"}, {"--torch-limit requires --against"});
+  expect_refused({"--model", "olmoe", "--torch-variants", "ordered"},
                  {"--torch-variants requires --against"});
 }
 
@@ -470,8 +459,8 @@ TEST_F(Bench, RefusesFilesOfRowsBeforeItMeasures) {
   const TemporaryDirectory directory;
   const auto refused = [&](const std::string& name, const std::string& code,
                            const std::string& part) {
-    expect_refused(join({"--backend", "cpu", "--json", (directory / name).string()}, kTiny), code,
-                   {name, part});
+    expect_refused(join({"--backend", "cpu", "--json", (directory / name).string()}, kTiny),
+                   {name, part}, code);
   };
   test::write_file(directory / "truncated", R"([{"suite": "custom")");
   test::write_file(directory / "binary", std::string("\0\xff\x7f", 3));
@@ -503,41 +492,40 @@ TEST_F(Bench, RefusesFilesOfRowsBeforeItMeasures) {
 TEST_F(Bench, RivalRefusesLayersThatItCannotCompute) {
   expect_refused(
       {"--model", "deepseek-v3", "--against", "torch", "--torch-script", SWITCHYARD_COMMAND},
-      "invalid_argument", {"deepseek-v3", "shared expert"});
+      {"deepseek-v3", "shared expert"});
 }
 
 TEST_F(Bench, RefusesRanksThatMakeNoSense) {
-  const std::string invalid = "invalid_argument";
-  expect_refused({"--model", "olmoe", "--ranks", "0"}, invalid, {"--ranks is '0'", "1 to 64"});
-  expect_refused({"--model", "olmoe", "--ranks", "2", "--backend", "cpu"}, invalid,
+  expect_refused({"--model", "olmoe", "--ranks", "0"}, {"--ranks is '0'", "1 to 64"});
+  expect_refused({"--model", "olmoe", "--ranks", "2", "--backend", "cpu"},
                  {"--ranks is 2", "one rank", "--backend cuda"});
-  expect_refused({"--suite", "one_gpu_bf16", "--ranks", "2"}, invalid,
+  expect_refused({"--suite", "one_gpu_bf16", "--ranks", "2"},
                  {"--ranks is 2", "one_gpu_bf16 is measured on one rank"});
-  expect_refused({"--suite", "ep_fp8", "--ranks", "1"}, invalid,
+  expect_refused({"--suite", "ep_fp8", "--ranks", "1"},
                  {"--ranks is 1", "ep_fp8 is measured over 2 or more"});
-  expect_refused({"--suite", "ep_bf16", "--backend", "cpu"}, invalid,
+  expect_refused({"--suite", "ep_bf16", "--backend", "cpu"},
                  {"ep_bf16 is measured over ranks", "--backend is cpu"});
-  expect_refused({"--suite", "ep_thesis", "--tokens", "8"}, invalid, {"has 8", "1024"});
-  expect_refused({"--suite", "thesis", "--given-routing", "--backend", "cpu"}, invalid,
+  expect_refused({"--suite", "ep_thesis", "--tokens", "8"}, {"has 8", "1024"});
+  expect_refused({"--suite", "thesis", "--given-routing", "--backend", "cpu"},
                  {"--given-routing", "thesis"});
-  expect_refused({"--suite", "thesis", "--ranks", "2", "--backend", "cpu"}, invalid,
+  expect_refused({"--suite", "thesis", "--ranks", "2", "--backend", "cpu"},
                  {"--ranks is 2", "one rank"});
-  expect_refused({"late", "--ranks", "1", "--backend", "cpu"}, invalid, {"--ranks is 1"});
-  expect_refused({"late", "--verify"}, invalid, {"bench late has no option '--verify'"});
-  expect_refused({"exchange", "--late", "50"}, invalid,
+  expect_refused({"late", "--ranks", "1", "--backend", "cpu"}, {"--ranks is 1"});
+  expect_refused({"late", "--verify"}, {"bench late has no option '--verify'"});
+  expect_refused({"exchange", "--late", "50"},
                  {"bench exchange has no option '--late'", "bench late"});
-  expect_refused({"--suite", "ep_thesis", "--against", "torch"}, invalid,
-                 {"--against", "ep_thesis"});
+  expect_refused({"--suite", "ep_thesis", "--against", "torch"}, {"--against", "ep_thesis"});
   expect_refused({"--model", "olmoe", "--ranks", "2", "--against", "torch", "--torch-script",
                   SWITCHYARD_COMMAND},
-                 invalid, {"--ranks is 2", "--against"});
+                 {"--ranks is 2", "--against"});
 }
 
 TEST_F(Bench, SuitesOverRanksNeedTwoGpus) {
   if (gpu::device_count() > 1) GTEST_SKIP() << "there are GPUs enough";
-  expect_refused({"--suite", "ep_fp8"}, "unsupported",
+  expect_refused({"--suite", "ep_fp8"},
                  {"--suite ep_fp8 needs 2 or more GPUs", "switchyard doctor",
-                  gpu::device_count() == 1 ? "--ranks" : "--backend cpu --model "});
+                  gpu::device_count() == 1 ? "--ranks" : "--backend cpu --model "},
+                 "unsupported");
 }
 
 // A user without a GPU must be able to try what a suite does, or be told how before anything is
@@ -594,14 +582,14 @@ TEST_F(Bench, MeasuresOverRanks) {
 
 TEST_F(Bench, NeedsAGpuForSuites) {
   if (gpu::device_count() > 0) GTEST_SKIP() << "there is a GPU";
-  expect_refused({"--suite", "one_gpu_bf16"}, "unsupported",
-                 {"--suite one_gpu_bf16 needs a GPU", "--backend cpu"});
-  expect_refused({"--suite", "one_gpu_fp8", "--dtype", "fp8", "--compute", "fp8"}, "unsupported",
-                 {"--suite one_gpu_fp8 needs a GPU"});
-  expect_refused({"--model", "olmoe", "--backend", "cuda"}, "unsupported",
-                 {"--backend cuda needs a GPU"});
-  expect_refused({"--model", "olmoe", "--ranks", "2"}, "unsupported", {"--ranks 2 needs a GPU"});
-  expect_refused({"--suite", "ep_fp8", "--ranks", "2"}, "unsupported", {"--ranks 2 needs a GPU"});
+  expect_refused({"--suite", "one_gpu_bf16"}, {"--suite one_gpu_bf16 needs a GPU", "--backend cpu"},
+                 "unsupported");
+  expect_refused({"--suite", "one_gpu_fp8", "--dtype", "fp8", "--compute", "fp8"},
+                 {"--suite one_gpu_fp8 needs a GPU"}, "unsupported");
+  expect_refused({"--model", "olmoe", "--backend", "cuda"}, {"--backend cuda needs a GPU"},
+                 "unsupported");
+  expect_refused({"--model", "olmoe", "--ranks", "2"}, {"--ranks 2 needs a GPU"}, "unsupported");
+  expect_refused({"--suite", "ep_fp8", "--ranks", "2"}, {"--ranks 2 needs a GPU"}, "unsupported");
 }
 
 const char* const kSuites[] = {"layers", "grouped", "exchange", "hosts", "all_to_all", "late"};

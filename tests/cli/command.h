@@ -138,6 +138,12 @@ inline void expect_error(const Arguments& arguments, int exit_code, const std::s
   }
 }
 
+// As expect_error(), for arguments that make no sense.
+inline void expect_misuse(const Arguments& arguments, const std::vector<std::string>& parts,
+                          const std::vector<std::string>& environment = {}) {
+  expect_error(arguments, 2, "invalid_argument", parts, environment);
+}
+
 inline std::vector<std::string> names_in(const std::filesystem::path& directory) {
   std::vector<std::string> names;
   for (const auto& entry : std::filesystem::directory_iterator(directory)) {

@@ -17,19 +17,15 @@ namespace switchyard::cli {
 namespace {
 
 TEST(Errors, Usage) {
-  expect_error({}, 2, "invalid_argument", {"no command is given", "--help"});
-  expect_error({"frobnicate"}, 2, "invalid_argument", {"'frobnicate'", "make-checkpoint"});
-  expect_error(join({"run", "--bogus"}, kTiny), 2, "invalid_argument",
-               {"--bogus", "switchyard run --help"});
-  expect_error({"run"}, 2, "invalid_argument", {"--checkpoint", "--model"});
-  expect_error(join({"run", "--checkpoint", "/tmp"}, kTiny), 2, "invalid_argument",
-               {"--checkpoint and --model"});
-  expect_error({"run", "--checkpoint", "/tmp", "--dtype", "f32"}, 2, "invalid_argument",
-               {"make-checkpoint"});
-  expect_error({"run", "--model", "olmo"}, 2, "invalid_argument", {"'olmo'", "olmoe"});
-  expect_error(join({"run", "--layer", "16"}, kTiny), 2, "invalid_argument",
-               {"--layer is 16", "0 to 15"});
-  expect_error({"make-checkpoint", "--model", "olmoe"}, 2, "invalid_argument", {"--output"});
+  expect_misuse({}, {"no command is given", "--help"});
+  expect_misuse({"frobnicate"}, {"'frobnicate'", "make-checkpoint"});
+  expect_misuse(join({"run", "--bogus"}, kTiny), {"--bogus", "switchyard run --help"});
+  expect_misuse({"run"}, {"--checkpoint", "--model"});
+  expect_misuse(join({"run", "--checkpoint", "/tmp"}, kTiny), {"--checkpoint and --model"});
+  expect_misuse({"run", "--checkpoint", "/tmp", "--dtype", "f32"}, {"make-checkpoint"});
+  expect_misuse({"run", "--model", "olmo"}, {"'olmo'", "olmoe"});
+  expect_misuse(join({"run", "--layer", "16"}, kTiny), {"--layer is 16", "0 to 15"});
+  expect_misuse({"make-checkpoint", "--model", "olmoe"}, {"--output"});
 }
 
 // The option is named before its value, with the name that was probably meant.
@@ -60,7 +56,7 @@ TEST(Errors, ArgumentsThatAreNotKnown) {
       {{"run", "--quiet=false"}, {"'--quiet=false'", "takes none"}},
       {{"run", "--tokens", "--ranks", "2"}, {"--tokens"}},
   };
-  for (const Case& c : kCases) expect_error(c.arguments, 2, "invalid_argument", c.parts);
+  for (const Case& c : kCases) expect_misuse(c.arguments, c.parts);
 }
 
 // An option that would change nothing is named, with its value.
@@ -103,15 +99,15 @@ TEST(Errors, OptionsThatWouldChangeNothing) {
       {{"tune", "--backend", "cpu", "--quick"}, "--quick is for --backend cuda"},
       {{"report", "--profile", input, "--published", "p.json"}, "--published p.json is for rows"},
   };
-  for (const Case& c : kCases) expect_error(c.arguments, 2, "invalid_argument", {c.part});
+  for (const Case& c : kCases) expect_misuse(c.arguments, {c.part});
 }
 
 TEST(Errors, OptionsThatAreGivenTwice) {
-  expect_error(join({"run", "--tokens", "3", "--tokens", "4"}, kTiny), 2, "invalid_argument",
-               {"--tokens is given 2 times; give it once", "switchyard run --help"});
-  expect_error(
+  expect_misuse(join({"run", "--tokens", "3", "--tokens", "4"}, kTiny),
+                {"--tokens is given 2 times; give it once", "switchyard run --help"});
+  expect_misuse(
       {"make-checkpoint", "--model", "olmoe", "--out", "/tmp/a", "-o", "/tmp/b", "--out", "/tmp/c"},
-      2, "invalid_argument", {"--output is given 3 times"});
+      {"--output is given 3 times"});
 }
 
 TEST(Errors, SizesThatDoNotFitSpeakOfOptions) {
@@ -184,7 +180,7 @@ TEST(Errors, EmptyValuesAreNotLeftOut) {
       {{"report", "rows.json", "--trace", ""}, "--trace"},
   };
   for (const auto& [arguments, name] : cases) {
-    expect_error(arguments, 2, "invalid_argument", {name + " is ''; give it a value"});
+    expect_misuse(arguments, {name + " is ''; give it a value"});
   }
 }
 
@@ -198,25 +194,22 @@ TEST(Errors, NumbersAreReadStrictly) {
       {"--compute", "f16"}, {"--dtype", "bfloat"},
   };
   for (const auto& [name, value] : cases) {
-    expect_error({"run", "--model", "olmoe", name, value}, 2, "invalid_argument",
-                 {name + " is '" + value + "'"});
+    expect_misuse({"run", "--model", "olmoe", name, value}, {name + " is '" + value + "'"});
   }
-  expect_error(
-      {"make-checkpoint", "--model", "olmoe", "--out", "/tmp/x", "--max-shard-size", "2gb"}, 2,
-      "invalid_argument", {"--max-shard-size is '2gb'", "1GiB"});
+  expect_misuse(
+      {"make-checkpoint", "--model", "olmoe", "--out", "/tmp/x", "--max-shard-size", "2gb"},
+      {"--max-shard-size is '2gb'", "1GiB"});
 }
 
 TEST(Errors, Backend) {
-  expect_error(join({"run", "--backend", "gpu"}, kTiny), 2, "invalid_argument",
-               {"--backend is 'gpu'", "cpu or cuda"});
-  expect_error(join({"run", "--backend", "cuda", "--threads", "2"}, kTiny), 2, "invalid_argument",
-               {"--threads", "--backend cpu"});
-  expect_error(join({"run", "--backend", "cpu", "--reserved-sms", "2"}, kTiny), 2,
-               "invalid_argument", {"--reserved-sms", "--backend cuda"});
-  expect_error(join({"run", "--reserved-sms", "2", "--threads", "1"}, kTiny), 2, "invalid_argument",
-               {"--reserved-sms", "--backend cuda"});
-  expect_error(join({"run", "--reserved-sms", "-1"}, kTiny), 2, "invalid_argument",
-               {"--reserved-sms is '-1'"});
+  expect_misuse(join({"run", "--backend", "gpu"}, kTiny), {"--backend is 'gpu'", "cpu or cuda"});
+  expect_misuse(join({"run", "--backend", "cuda", "--threads", "2"}, kTiny),
+                {"--threads", "--backend cpu"});
+  expect_misuse(join({"run", "--backend", "cpu", "--reserved-sms", "2"}, kTiny),
+                {"--reserved-sms", "--backend cuda"});
+  expect_misuse(join({"run", "--reserved-sms", "2", "--threads", "1"}, kTiny),
+                {"--reserved-sms", "--backend cuda"});
+  expect_misuse(join({"run", "--reserved-sms", "-1"}, kTiny), {"--reserved-sms is '-1'"});
 }
 
 TEST(Errors, CudaWithoutAGpu) {
@@ -241,8 +234,8 @@ TEST(Errors, Files) {
                {"junk"});
   expect_error(join({"run", "--input", (directory / "absent").string()}, kTiny), 2, "system",
                {"absent"});
-  expect_error(join({"run", "--output", (directory / "no").string() + "/y"}, kTiny), 2,
-               "invalid_argument", {"--output", "no directory"});
+  expect_misuse(join({"run", "--output", (directory / "no").string() + "/y"}, kTiny),
+                {"--output", "no directory"});
 }
 
 class InputErrors : public ::testing::Test {
@@ -308,11 +301,10 @@ TEST(Errors, ARankThatDoesNotComeIsATimeout) {
 }
 
 TEST(Errors, LauncherEnvironment) {
-  expect_error(join({"run"}, kTiny), 2, "invalid_argument", {"WORLD_SIZE=65", "64"},
-               {"RANK=0", "WORLD_SIZE=65"});
-  expect_error(join({"run"}, kTiny), 2, "invalid_argument", {"RANK"}, {"RANK=4", "WORLD_SIZE=2"});
-  expect_error(join({"run"}, kTiny), 2, "invalid_argument", {"WORLD_SIZE", "too large"},
-               {"RANK=0", "WORLD_SIZE=99999999999"});
+  expect_misuse(join({"run"}, kTiny), {"WORLD_SIZE=65", "64"}, {"RANK=0", "WORLD_SIZE=65"});
+  expect_misuse(join({"run"}, kTiny), {"RANK"}, {"RANK=4", "WORLD_SIZE=2"});
+  expect_misuse(join({"run"}, kTiny), {"WORLD_SIZE", "too large"},
+                {"RANK=0", "WORLD_SIZE=99999999999"});
 }
 
 TEST(Errors, RanksThatDisagreeOnTheArithmeticNameIt) {
@@ -419,11 +411,10 @@ TEST(Launch, FindsItselfByName) {
 }
 
 TEST(Launch, NeedsRanksAndACommand) {
-  expect_error({"launch"}, 2, "invalid_argument", {"--ranks is required"});
-  expect_error({"launch", "-n", "0", "--", "true"}, 2, "invalid_argument", {"'0'"});
-  expect_error({"launch", "-n", "2"}, 2, "invalid_argument", {"no command"});
-  expect_error({"launch", "-n", "2", "--lable", "--", "true"}, 2, "invalid_argument",
-               {"no option '--lable'"});
+  expect_misuse({"launch"}, {"--ranks is required"});
+  expect_misuse({"launch", "-n", "0", "--", "true"}, {"'0'"});
+  expect_misuse({"launch", "-n", "2"}, {"no command"});
+  expect_misuse({"launch", "-n", "2", "--lable", "--", "true"}, {"no option '--lable'"});
 }
 
 TEST(Launch, PassesExitCodesAndArguments) {

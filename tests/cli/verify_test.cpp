@@ -122,8 +122,8 @@ TEST(Source, RefusesMoreThanMemoryHolds) {
   source.overrides.num_experts = 512;
   source.overrides.hidden = 65536;
   source.overrides.intermediate = 65536;
-  EXPECT_ERROR(load_source(source, 1000, false), ErrorCode::kCapacityExceeded, "--experts",
-               "--dtype fp8", "make-checkpoint");
+  EXPECT_ERROR(load_source(source, 1000, false), kCapacityExceeded, "--experts", "--dtype fp8",
+               "make-checkpoint");
 }
 
 }  // namespace

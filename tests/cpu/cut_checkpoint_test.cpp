@@ -61,8 +61,8 @@ TEST_F(CutCheckpoint, APassSaysSo) {
       BatchResult result = empty_result(spec_, batch_, 1, DType::kBF16);
       forward_share(layer, batch_, shares, 0, result);
       cut(static_cast<std::uintmax_t>(part * static_cast<double>(bytes_)));
-      EXPECT_ERROR(forward_share(layer, batch_, shares, 0, result), ErrorCode::kInvalidFile,
-                   shard().c_str(), "became shorter while it was in use");
+      EXPECT_ERROR(forward_share(layer, batch_, shares, 0, result), kInvalidFile, shard().c_str(),
+                   "became shorter while it was in use");
       // As after any error in a pass.
       EXPECT_THROW(forward_share(layer, batch_, shares, 0, result), Error);
     }
@@ -73,14 +73,14 @@ TEST_F(CutCheckpoint, LoadingAndMakingALayerSaySo) {
   write("olmoe", DType::kF8E4M3);
   const Checkpoint checkpoint = Checkpoint::open(path_);
   cut(bytes_ / 2);
-  EXPECT_ERROR(checkpoint.load_layer(0), ErrorCode::kInvalidFile, shard().c_str());
-  EXPECT_ERROR(MoeLayer(World::single(), spec_, weights_, {}), ErrorCode::kInvalidFile,
-               shard().c_str(), "became shorter");
+  EXPECT_ERROR(checkpoint.load_layer(0), kInvalidFile, shard().c_str());
+  EXPECT_ERROR(MoeLayer(World::single(), spec_, weights_, {}), kInvalidFile, shard().c_str(),
+               "became shorter");
   write();
   MoeLayer layer(World::single(), spec_, weights_, {});
   cut(100);
-  EXPECT_ERROR(layer.refresh(nullptr), ErrorCode::kInvalidFile, shard().c_str());
-  EXPECT_ERROR(layer.rebind(weights_), ErrorCode::kInvalidFile, shard().c_str());
+  EXPECT_ERROR(layer.refresh(nullptr), kInvalidFile, shard().c_str());
+  EXPECT_ERROR(layer.rebind(weights_), kInvalidFile, shard().c_str());
 }
 
 // The rank whose weights are gone tells the others, and nobody takes rows made of zeros.
@@ -115,8 +115,7 @@ TEST_F(CutCheckpoint, OtherLayersGoOn) {
   cut(0);
   const Shares shares = Shares::even(kTokens, 1);
   BatchResult result = empty_result(spec_, batch_, 1, DType::kBF16);
-  EXPECT_ERROR(forward_share(layer, batch_, shares, 0, result), ErrorCode::kInvalidFile,
-               "became shorter");
+  EXPECT_ERROR(forward_share(layer, batch_, shares, 0, result), kInvalidFile, "became shorter");
   forward_share(other, batch_, shares, 0, result);
 }
 

@@ -104,8 +104,7 @@ TEST_P(Refusals, LeaveTheExchangeAsItWas) {
         DispatchOutput small = got.output();
         small.capacity = 1;
         if (mine && got.capacity > 1 && exchange.rows_needed(handle) > 1) {
-          EXPECT_ERROR(exchange.dispatch_recv(small, handle), ErrorCode::kCapacityExceeded,
-                       "room for 1");
+          EXPECT_ERROR(exchange.dispatch_recv(small, handle), kCapacityExceeded, "room for 1");
         }
         exchange.dispatch_recv(got.output(), handle);
       } else {

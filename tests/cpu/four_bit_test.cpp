@@ -74,15 +74,7 @@ TEST_P(EveryModelInFourBits, Fp8TokensTimesMxfp4) {
 }
 
 TEST_P(EveryModelInFourBits, SameBitsOnEveryRepetitionAndRankCount) {
-  const Batch batch = random_batch(spec_, 103, DType::kBF16, 5);
-  const BatchResult first = run_batch(spec_, weights_, batch, Shares::even(103, 1), DType::kBF16);
-  for (const int ranks : {1, 2, 4}) {
-    for (const int threads : {1, 3}) {
-      const BatchResult again = run_batch(spec_, weights_, batch, Shares::even(103, ranks),
-                                          DType::kBF16, {.cpu = {.num_threads = threads}});
-      EXPECT_TRUE(again.output == first.output) << ranks << " ranks, " << threads << " threads";
-    }
-  }
+  expect_same_bits(spec_, weights_, DType::kBF16, {103, {1, 2, 4}});
 }
 
 // INT4 differs in the codes alone, so every fourth model has it, too.

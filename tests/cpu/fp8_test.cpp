@@ -50,15 +50,7 @@ TEST_P(EveryModelInFp8, CostsSomePercentOfTheBf16Layer) {
 }
 
 TEST_P(EveryModelInFp8, SameBitsOnEveryRepetitionAndRankCount) {
-  const Batch batch = random_batch(spec_, 103, DType::kBF16, 5);
-  const BatchResult first = run_batch(spec_, weights_, batch, Shares::even(103, 1), DType::kBF16);
-  for (const int ranks : {1, 2, 3}) {
-    for (const int threads : {1, 3}) {
-      const BatchResult again = run_batch(spec_, weights_, batch, Shares::even(103, ranks),
-                                          DType::kBF16, {.cpu = {.num_threads = threads}});
-      EXPECT_TRUE(again.output == first.output) << ranks << " ranks, " << threads << " threads";
-    }
-  }
+  expect_same_bits(spec_, weights_, DType::kBF16, {103, {1, 2, 3}});
 }
 
 INSTANTIATE_TEST_SUITE_P(ModelTable, EveryModelInFp8, ::testing::ValuesIn(model_table()),
@@ -87,7 +79,7 @@ TEST(Fp8Scales, OtherBlocksComputeInBf16OrNotAtAll) {
   LayerOptions options{.max_tokens = 4, .cpu = {.num_threads = 1}};
   EXPECT_EQ(MoeLayer(World::single(), spec, weights.get(), options).compute(), DType::kBF16);
   options.compute = kFp8;
-  EXPECT_ERROR(MoeLayer(World::single(), spec, weights.get(), options), ErrorCode::kUnsupported,
+  EXPECT_ERROR(MoeLayer(World::single(), spec, weights.get(), options), kUnsupported,
                "experts[0].gate", "64 x 32", "compute in bf16");
 }
 
@@ -214,12 +206,12 @@ TEST(Fp8Activations, AreRefusedWhereAGateNeedsMore) {
   const auto run = [&](const Batch& b, LayerOptions options = {}) {
     run_batch(spec, fp8_weights(spec), b, Shares::even(8, 1), DType::kBF16, options);
   };
-  EXPECT_ERROR(run(gated), ErrorCode::kInvalidArgument, "gate", "topk_ids");
-  EXPECT_ERROR(run(narrow, {.compute = DType::kBF16}), ErrorCode::kInvalidArgument,
-               "computes in bf16", "make a layer that computes in f8_e4m3");
+  EXPECT_ERROR(run(gated), kInvalidArgument, "gate", "topk_ids");
+  EXPECT_ERROR(run(narrow, {.compute = DType::kBF16}), kInvalidArgument, "computes in bf16",
+               "make a layer that computes in f8_e4m3");
   spec.shared_intermediate = 64;
   spec.shared_sigmoid_gate = true;
-  EXPECT_ERROR(run(narrow), ErrorCode::kInvalidArgument, "shared expert's gate");
+  EXPECT_ERROR(run(narrow), kInvalidArgument, "shared expert's gate");
 }
 
 TEST(Fp8Stats, TokensTravelAsCodesAndScales) {

@@ -51,17 +51,7 @@ TEST_P(EveryModel, Bf16IsAsGoodAsAStraightforwardProgram) {
 
 TEST_P(EveryModel, SameBitsOnEveryRepetitionAndRankCount) {
   for (const DType dtype : {DType::kF32, DType::kBF16}) {
-    const MoeWeights w = weights(dtype);
-    const Batch batch = random_batch(spec_, 203, dtype, 5);
-    const BatchResult first = run_batch(spec_, w, batch, Shares::even(203, 1), dtype);
-    for (const int ranks : {1, 2, 4}) {
-      for (const int threads : {1, 3}) {
-        const BatchResult again = run_batch(spec_, w, batch, Shares::even(203, ranks), dtype,
-                                            {.cpu = {.num_threads = threads}});
-        EXPECT_TRUE(again.output == first.output)
-            << ranks << " ranks, " << threads << " threads, " << to_string(dtype);
-      }
-    }
+    expect_same_bits(spec_, weights(dtype), dtype, {203, {1, 2, 4}});
   }
 }
 
@@ -150,7 +140,7 @@ TEST(Routing, AThousandExperts) {
   const MoeWeights w = make_weights(spec, DType::kBF16);
   EXPECT_ERROR(
       run_batch(spec, w, random_batch(spec, 1, DType::kBF16, 7), Shares::even(1, 1), DType::kBF16),
-      ErrorCode::kInvalidArgument, "num_experts is 1025", "1 to 1024");
+      kInvalidArgument, "num_experts is 1025", "1 to 1024");
 }
 
 TEST(Routing, RanksWithDifferentTokenCounts) {

@@ -22,10 +22,8 @@ TEST(ExpertPlacement, APlaceIsChosenForEachRank) {
   EXPECT_THAT(places_for(placement, 5, 2, 4), ElementsAre(4, 2, 3, 5, 6));
   EXPECT_THAT(places_for(placement, 5, 3, 4), ElementsAre(7, 2, 3, 5, 6));
   EXPECT_THAT(places_for({}, 3, 1, 2), ElementsAre(0, 1, 2));
-  EXPECT_ERROR(places_for({{0, 1, 5}}, 3, 0, 1), ErrorCode::kInvalidArgument,
-               "expert 5 at place 2");
-  EXPECT_ERROR(places_for({{0, 2, 2}}, 3, 0, 1), ErrorCode::kInvalidArgument,
-               "no place for expert 1");
+  EXPECT_ERROR(places_for({{0, 1, 5}}, 3, 0, 1), kInvalidArgument, "expert 5 at place 2");
+  EXPECT_ERROR(places_for({{0, 2, 2}}, 3, 0, 1), kInvalidArgument, "no place for expert 1");
 }
 
 constexpr int kTokens = 120;
@@ -153,23 +151,22 @@ TEST(PlacementErrors, AreTold) {
     }
     return MoeLayer(world, spec, own, options);
   };
-  EXPECT_ERROR(make(World::single(), {{0, 1, 2}}), ErrorCode::kInvalidArgument,
-               "no place for expert 3");
-  EXPECT_ERROR(make(World::single(), {{0, 1, 2, 3, 4}}), ErrorCode::kInvalidArgument, "expert 4");
+  EXPECT_ERROR(make(World::single(), {{0, 1, 2}}), kInvalidArgument, "no place for expert 3");
+  EXPECT_ERROR(make(World::single(), {{0, 1, 2, 3, 4}}), kInvalidArgument, "expert 4");
   LayerOptions options;
   options.placement = {{0, 1, 2, 3, 0}};
-  EXPECT_ERROR(MoeLayer(World::single(), spec, w, options), ErrorCode::kShapeMismatch,
+  EXPECT_ERROR(MoeLayer(World::single(), spec, w, options), kShapeMismatch,
                "for 4 experts, but the placement has 5");
   MoeLayer layer = make(World::single(), {{0, 1, 2, 3, 0}});
-  EXPECT_ERROR(layer.rebind(w, ExpertPlacement{{0, 1, 2, 3}}), ErrorCode::kInvalidArgument,
+  EXPECT_ERROR(layer.rebind(w, ExpertPlacement{{0, 1, 2, 3}}), kInvalidArgument,
                "4 places, and the layer was made with 5");
   test::run_threads(World::threads(2, test::with_deadline(test::kGenerous)), [&](World& world) {
     const ExpertPlacement mine{world.rank() == 0 ? std::vector<std::int32_t>{0, 1, 2, 3}
                                                  : std::vector<std::int32_t>{3, 2, 1, 0}};
-    EXPECT_ERROR(make(world, mine), ErrorCode::kSpecMismatch, "placement");
+    EXPECT_ERROR(make(world, mine), kSpecMismatch, "placement");
     MoeLayer same = make(world, {{0, 1, 2, 3}});
     MoeWeights own = w;
-    EXPECT_ERROR(same.rebind(own, mine), ErrorCode::kSpecMismatch, "placement");
+    EXPECT_ERROR(same.rebind(own, mine), kSpecMismatch, "placement");
   });
 }
 

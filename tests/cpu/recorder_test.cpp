@@ -125,15 +125,15 @@ TEST(Recorder, IsOffUnlessAskedFor) {
   const MoeWeights weights = generate_weights(spec, DType::kF32, 3, {.num_threads = 1});
   LayerOptions options{.cpu = {.num_threads = 1}};
   MoeLayer off(World::single(), spec, weights, options);
-  EXPECT_ERROR(off.recording(), ErrorCode::kInvalidArgument, "recorded_steps");
+  EXPECT_ERROR(off.recording(), kInvalidArgument, "recorded_steps");
   options.diagnostics.recorded_steps = 100;
   const MoeLayer on(World::single(), spec, weights, options);
   EXPECT_EQ(on.workspace_bytes() - off.workspace_bytes(), 8u + 100 * (16 + 4 * kExperts));
   options.diagnostics.recorded_steps = -1;
-  EXPECT_ERROR(MoeLayer(World::single(), spec, weights, options), ErrorCode::kInvalidArgument,
+  EXPECT_ERROR(MoeLayer(World::single(), spec, weights, options), kInvalidArgument,
                "recorded_steps is -1");
   options.diagnostics.recorded_steps = (1 << 20) + 1;
-  EXPECT_ERROR(MoeLayer(World::single(), spec, weights, options), ErrorCode::kInvalidArgument,
+  EXPECT_ERROR(MoeLayer(World::single(), spec, weights, options), kInvalidArgument,
                "recorded_steps is 1048577");
 }
 

@@ -251,7 +251,7 @@ TEST(SymmetricHeap, MayBeMovedAndMadeAgain) {
   other = SymmetricHeap(world, 8192);
   EXPECT_EQ(other.bytes(), 8192u);
   world.abort();
-  EXPECT_ERROR(other.check(), ErrorCode::kAborted, "World::abort()");
+  EXPECT_ERROR(other.check(), kAborted, "World::abort()");
 }
 
 // ------------------------------------------------------------------------------ ranks that differ

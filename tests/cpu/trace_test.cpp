@@ -315,7 +315,7 @@ TEST(CpuTrace, WithoutTheOptionIsRefused) {
   LayerSpec spec = spec_with_shared_expert();
   const MoeWeights weights = generate_weights(spec, DType::kBF16, 3, {.num_threads = 1});
   MoeLayer layer(World::single(), spec, weights, {.max_tokens = 8, .cpu = {.num_threads = 1}});
-  EXPECT_ERROR(layer.trace(), ErrorCode::kInvalidArgument, "the option trace");
+  EXPECT_ERROR(layer.trace(), kInvalidArgument, "the option trace");
   MoeLayer traced(World::single(), spec, weights,
                   {.max_tokens = 8, .cpu = {.num_threads = 1}, .diagnostics = {.trace = true}});
   EXPECT_TRUE(traced.trace().events.empty());  // no pass yet

@@ -6,23 +6,14 @@
 #include "support/accuracy.h"
 #include "support/fp8.h"
 #include "support/layers.h"
+#include "support/specs.h"
 
 namespace switchyard::testing {
 namespace {
 
 constexpr int kTokens = 60;
 
-// A spec in which everything that a layer copies is there.
-LayerSpec spec_with_everything() {
-  LayerSpec spec = spec_of(96, 64, 16, 4);
-  spec.expert_bias = true;
-  spec.router_bias = true;
-  spec.routing.score = ScoreFunction::kSigmoid;
-  spec.routing.has_correction_bias = true;
-  spec.shared_intermediate = 48;
-  spec.shared_sigmoid_gate = true;
-  return spec;
-}
+LayerSpec spec_with_everything() { return with_everything(spec_of(96, 64, 16, 4), 48); }
 
 // The bytes of one kind of tensor, of all experts.
 struct Part {
@@ -184,18 +175,18 @@ TEST(Rebind, OfWhatDoesNotFitIsRefusedAndLeavesTheLayer) {
   forward_share(layer, batch, shares, 0, before);
   LayerSpec other = spec;
   other.intermediate = 32;
-  EXPECT_ERROR(layer.rebind(generate_weights(other, DType::kF32, 3, {})), ErrorCode::kShapeMismatch,
+  EXPECT_ERROR(layer.rebind(generate_weights(other, DType::kF32, 3, {})), kShapeMismatch,
                "experts[0].gate");
-  EXPECT_ERROR(layer.rebind(generate_weights(spec, DType::kBF16, 3, {})), ErrorCode::kDTypeMismatch,
+  EXPECT_ERROR(layer.rebind(generate_weights(spec, DType::kBF16, 3, {})), kDTypeMismatch,
                "router is bf16, and was f32");
   MoeWeights without = mine;
   without.router = {};
-  EXPECT_ERROR(layer.rebind(without), ErrorCode::kMissingTensor, "made with a router");
+  EXPECT_ERROR(layer.rebind(without), kMissingTensor, "made with a router");
   MoeWeights half = generate_weights(spec, DType::kBF16, 3, {});
   half.router = mine.router;
-  EXPECT_ERROR(layer.rebind(half), ErrorCode::kDTypeMismatch, "computes in f32", "compute in bf16");
+  EXPECT_ERROR(layer.rebind(half), kDTypeMismatch, "computes in f32", "compute in bf16");
   int word = 0;
-  EXPECT_ERROR(layer.refresh(&word), ErrorCode::kInvalidArgument, "stream");
+  EXPECT_ERROR(layer.refresh(&word), kInvalidArgument, "stream");
   forward_share(layer, batch, shares, 0, after);
   EXPECT_TRUE(after.output == before.output);
 }

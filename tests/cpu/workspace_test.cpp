@@ -162,8 +162,7 @@ TEST(Workspace, LayersThatNeedMoreAreRefused) {
       const MoeWeights weights = generate_weights(spec, DType::kF32, 1, {.num_threads = 1});
       LayerOptions options{.max_tokens = max_tokens, .cpu = {.num_threads = 1}};
       options.workspace = &workspace;
-      EXPECT_ERROR(MoeLayer(world, spec, weights, options), ErrorCode::kInvalidArgument,
-                   "does not fit");
+      EXPECT_ERROR(MoeLayer(world, spec, weights, options), kInvalidArgument, "does not fit");
     };
     LayerSpec spec = room;
     refused(spec, kMostTokens + 1, "tokens");
@@ -193,7 +192,7 @@ TEST(Workspace, BadOptionsAreRefused) {
   const World world = World::single();
   const LayerSpec spec = spec_of(96, 64, 24, 4);
   const auto refused = [&](const WorkspaceOptions& options, const char* part) {
-    EXPECT_ERROR(Workspace(world, spec, options), ErrorCode::kInvalidArgument, part);
+    EXPECT_ERROR(Workspace(world, spec, options), kInvalidArgument, part);
   };
   refused({.max_tokens = 0}, "max_tokens is 0");
   refused({.compute = DType::kF16}, "compute type f16");
@@ -205,17 +204,17 @@ TEST(Workspace, BadOptionsAreRefused) {
           "an allocator is given, but the backend is cpu");
   refused({.backend = Backend::kCuda, .num_threads = 2}, "num_threads is 2");
   refused({.backend = Backend::kCuda, .allocator = {nullptr, [](void*) {}}}, "allocate and free");
-  EXPECT_ERROR(Workspace(world, std::span<const LayerSpec>(), WorkspaceOptions{}),
-               ErrorCode::kInvalidArgument, "no layers");
+  EXPECT_ERROR(Workspace(world, std::span<const LayerSpec>(), WorkspaceOptions{}), kInvalidArgument,
+               "no layers");
 }
 
 TEST(Workspace, RanksMustUseTheSame) {
   const Layers layers(DType::kF32);
   run_all_ranks(World::threads(2), [&](const World& world) {
     const Workspace workspace(world, layers.specs, layers.options(2));
-    EXPECT_ERROR(layers.make(world, 0, world.rank() == 0 ? &workspace : nullptr),
-                 ErrorCode::kSpecMismatch, "rank 0 and rank 1 do not work in the same memory");
-    EXPECT_ERROR(layers.make(world, 0, &workspace, world.rank()), ErrorCode::kSpecMismatch,
+    EXPECT_ERROR(layers.make(world, 0, world.rank() == 0 ? &workspace : nullptr), kSpecMismatch,
+                 "rank 0 and rank 1 do not work in the same memory");
+    EXPECT_ERROR(layers.make(world, 0, &workspace, world.rank()), kSpecMismatch,
                  "do not work in the same memory");
   });
 }
@@ -278,9 +277,9 @@ TEST(Workspace, ASecondPassInTheSameSlotIsRefused) {
   options.workspace = &workspace;
   options.diagnostics.on_step = [&](const ProtocolStep&) {
     ++seen;
-    EXPECT_ERROR(forward_share(other, others, Shares::even(5, 1), 0, of_other),
-                 ErrorCode::kInvalidArgument, "another pass is under way in the same memory");
-    EXPECT_ERROR(workspace.release(), ErrorCode::kInvalidArgument, "a pass is under way");
+    EXPECT_ERROR(forward_share(other, others, Shares::even(5, 1), 0, of_other), kInvalidArgument,
+                 "another pass is under way in the same memory");
+    EXPECT_ERROR(workspace.release(), kInvalidArgument, "a pass is under way");
   };
   MoeLayer layer(world, layers.specs[0], layers.weights[0], options);
   forward_share(layer, batch, Shares::even(5, 1), 0, result);
@@ -321,8 +320,8 @@ TEST(Workspace, ReleasesAndRestores) {
       world.barrier();
       if (world.rank() == 0) after = resident_bytes();
       world.barrier();
-      EXPECT_ERROR(forward_share(layer, batch, shares, world.rank(), results[1]),
-                   ErrorCode::kInvalidArgument, "call restore() on all ranks");
+      EXPECT_ERROR(forward_share(layer, batch, shares, world.rank(), results[1]), kInvalidArgument,
+                   "call restore() on all ranks");
       workspace.restore();
       workspace.restore();
       EXPECT_FALSE(workspace.released());
@@ -352,7 +351,7 @@ TEST(Workspace, OneThatDiedCannotBeReleased) {
       EXPECT_THROW(forward_share(layer, batch, Shares::of({6, 0}), 0, result), TimeoutError);
     }
     world.barrier();
-    EXPECT_ERROR(workspace.release(), ErrorCode::kAborted, "was given up");
+    EXPECT_ERROR(workspace.release(), kAborted, "was given up");
     EXPECT_THROW(second.check(), TimeoutError);
   });
 }

@@ -388,7 +388,7 @@ TEST(Rendezvous, CallsOfVeryDifferentSizesAreToldAndTheWorldGoesOn) {
   expect_world(3, [&](World& world) {
     const int rank = world.rank();
     for (const int odd : {0, 1}) {
-      EXPECT_ERROR(check_all_gather(world, rank == odd ? 1'000'000 : 1), ErrorCode::kSpecMismatch,
+      EXPECT_ERROR(check_all_gather(world, rank == odd ? 1'000'000 : 1), kSpecMismatch,
                    "8000000 bytes");
       check_all_gather(world, 5);
     }

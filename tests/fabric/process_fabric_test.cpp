@@ -85,7 +85,7 @@ TEST(ProcessFabric, DifferentCallsAreASpecMismatchAndTheWorldGoesOn) {
   expect_world(3, [&](World& world) {
     const int rank = world.rank();
     const auto odd = static_cast<std::size_t>(rank == 1);
-    EXPECT_ERROR(world.fabric().allocate(4096 + odd), ErrorCode::kSpecMismatch,
+    EXPECT_ERROR(world.fabric().allocate(4096 + odd), kSpecMismatch,
                  "rank 1 called allocate of 4097 bytes");
     error_of(ErrorCode::kSpecMismatch, [&] { check_all_gather(world, 1 + odd); });
     error_of(ErrorCode::kInvalidArgument, [&] { world.fabric().allocate(0); });
@@ -257,7 +257,7 @@ TEST(ProcessFabric, AnotherProtocolVersionIsTold) {
   const std::string rendezvous = fresh_rendezvous();
   expect_processes(2, [&](int rank) {
     if (rank == 0) {
-      EXPECT_ERROR(join(0, 2, rendezvous), ErrorCode::kSpecMismatch, "version 99");
+      EXPECT_ERROR(join(0, 2, rendezvous), kSpecMismatch, "version 99");
       return;
     }
     Channel channel(connect_to(rendezvous), {.kinds = Intake::of(FrameKind::kFailure)});
@@ -372,7 +372,7 @@ TEST(ProcessFabric, ARankWithoutFreeDescriptorsFailsAllButNotTheWorld) {
     const int rank = world.rank();
     std::vector<UniqueFd> hoard;
     if (rank == 1) hoard = hoard_fds(0);
-    EXPECT_ERROR(world.fabric().allocate(4096), ErrorCode::kSystem,
+    EXPECT_ERROR(world.fabric().allocate(4096), kSystem,
                  "rank 1: cannot create a shared memory file");
     hoard.clear();
     check_symmetric_memory(world, 4096);
@@ -390,7 +390,7 @@ TEST(Bootstrap, ALostDescriptorIsReported) {
       std::array<std::byte, 1> mine{};
       std::array<std::byte, 3> all{};
       if (rank == poor) {
-        EXPECT_ERROR(bootstrap.exchange_fds(STDERR_FILENO), ErrorCode::kSystem, "ulimit -n");
+        EXPECT_ERROR(bootstrap.exchange_fds(STDERR_FILENO), kSystem, "ulimit -n");
         timeout_of(ErrorCode::kAborted, poor, [&] { bootstrap.all_gather(mine, all); });
         return;
       }

@@ -47,9 +47,8 @@ TEST(ThreadFabric, SingleIsAWorldOfOne) {
 }
 
 TEST(ThreadFabric, RejectsBadArguments) {
-  EXPECT_ERROR(World::threads(0), ErrorCode::kInvalidArgument, "0");
-  EXPECT_ERROR(World::threads(2, with_deadline(milliseconds(-5))), ErrorCode::kInvalidArgument,
-               "-5 ms");
+  EXPECT_ERROR(World::threads(0), kInvalidArgument, "0");
+  EXPECT_ERROR(World::threads(2, with_deadline(milliseconds(-5))), kInvalidArgument, "-5 ms");
   World world = World::single();
   const std::array<std::byte, 2> mine{};
   std::array<std::byte, 3> all{};

@@ -61,7 +61,7 @@ TEST_P(GpuCalls, LargeIdsAreNoneWhereAsked) {
   EXPECT_TRUE(result.output == expected.output);
   EXPECT_EQ(result.stats[0].bad_slots, 0);
   sentinels.with.topk_ids[kTopK * 7] = -2;
-  EXPECT_ERROR(layer.run(sentinels.with, DType::kBF16), ErrorCode::kInvalidArgument,
+  EXPECT_ERROR(layer.run(sentinels.with, DType::kBF16), kInvalidArgument,
                "token 7 has expert id -2");
 }
 
@@ -85,7 +85,7 @@ TEST_P(GpuCalls, IdsThatNoI32HoldsAreBad) {
     input.topk_ids = {ids.data(), DType::kI64, wide.size()};
   };
   DeviceLayer raises(spec_, weights_, tokens_);
-  EXPECT_ERROR(raises.run(batch_, DType::kBF16, adjust), ErrorCode::kInvalidArgument,
+  EXPECT_ERROR(raises.run(batch_, DType::kBF16, adjust), kInvalidArgument,
                "token 1 has expert id ");
   DeviceLayer skips(spec_, weights_, tokens_, {.bad_ids = BadIds::kSkip});
   const BatchResult result = skips.run(batch_, DType::kBF16, adjust);

@@ -160,7 +160,7 @@ TEST_P(GpuFewTokens, ScalesTheOutputAndRefusesBadIds) {
   layer.load(batch, DType::kBF16);
   layer.enqueue();
   layer.stream().synchronize();
-  EXPECT_ERROR(layer.layer().check(), ErrorCode::kInvalidArgument, "token 2 names expert");
+  EXPECT_ERROR(layer.layer().check(), kInvalidArgument, "token 2 names expert");
   EXPECT_EQ(layer.layer().stats().bad_slots, 1);
 }
 

@@ -679,14 +679,14 @@ TEST_F(GpuGroupedGemm, ConvertedRowsAreCapturedAfterACallOfTheirSize) {
           out_there.download(out.data(), out.size());
         });
   };
-  EXPECT_ERROR(captured(), ErrorCode::kUnsupported, "make a call of this size before it");
+  EXPECT_ERROR(captured(), kUnsupported, "make a call of this size before it");
   EXPECT_TRUE(problem.run(gemm, call_on_device) == expected);
   EXPECT_TRUE(captured() == expected);
 }
 
 TEST_F(GpuGroupedGemm, WhatItDoesNotHaveIsRefused) {
   const auto refused = [](const Case& c, const char* part) {
-    EXPECT_ERROR(run_on_gpu(Problem(c)), ErrorCode::kUnsupported, part);
+    EXPECT_ERROR(run_on_gpu(Problem(c)), kUnsupported, part);
   };
   Case c = wide_case();
   c.k = 100;
@@ -714,7 +714,7 @@ TEST_F(GpuGroupedGemm, WhatItDoesNotHaveIsRefused) {
 TEST_F(GpuGroupedGemm, SchedulesThatDoNotExistAreRefused) {
   const auto refused = [](bool fp8, GroupedSchedule schedule, const char* part) {
     const Problem problem(fp8 ? fp8_case(Scales::kBlocks) : wide_case());
-    EXPECT_ERROR(run_on_gpu(problem, schedule), ErrorCode::kInvalidArgument, part);
+    EXPECT_ERROR(run_on_gpu(problem, schedule), kInvalidArgument, part);
   };
   refused(false, {.tile_rows = 8}, "tile_rows is 8");
   refused(false, {.tile_rows = 272}, "tile_rows is 272");

@@ -170,7 +170,7 @@ TEST_F(GpuRouting, ABadIdIsAnErrorAndTheLayerLives) {
       Matrix::random(64, spec.hidden, DType::kBF16, 1), routing.ids, routing.weights, {}};
   Batch bad = good;
   bad.topk_ids[77] = 16;
-  EXPECT_ERROR(layer.run(bad, DType::kBF16), ErrorCode::kInvalidArgument,
+  EXPECT_ERROR(layer.run(bad, DType::kBF16), kInvalidArgument,
                "token 19 has expert id 16; expert ids are 0 to 15, or -1 for none");
   const BatchResult result = layer.run(good, DType::kBF16);
   EXPECT_EQ(result.ids, good.topk_ids);
@@ -182,7 +182,7 @@ TEST_F(GpuRouting, ATokenIdOutsideTheTableIsAnError) {
   DeviceLayer layer(spec, make_weights(spec, DType::kBF16, 3), 40);
   Batch batch = random_batch(spec, 40, DType::kBF16, 4);
   batch.token_ids[7] = -5;
-  EXPECT_ERROR(layer.run(batch, DType::kBF16), ErrorCode::kInvalidArgument,
+  EXPECT_ERROR(layer.run(batch, DType::kBF16), kInvalidArgument,
                "token id -5 of token 7 is outside the routing table's vocabulary of ");
 }
 
@@ -205,7 +205,7 @@ TEST_F(GpuRouting, AnExpertNamedTwiceIsAnErrorAndHasTheTokenOnce) {
     layer.poison();
     layer.enqueue();
     layer.stream().synchronize();
-    EXPECT_ERROR(layer.layer().check(), ErrorCode::kInvalidArgument, "names expert 15 twice");
+    EXPECT_ERROR(layer.layer().check(), kInvalidArgument, "names expert 15 twice");
     layer.layer().check();  // said once
     const BatchResult result = layer.fetch();
     EXPECT_EQ(result.ids, expected.ids) << tokens;
@@ -239,7 +239,7 @@ TEST_F(GpuWeights, ATableOfTokenIdsMayBeOnTheDevice) {
   EXPECT_TRUE(DeviceLayer(spec, w, 40).run(batch, DType::kBF16).output == expected.output);
   table[4 * 7 + 2] = table[4 * 7];
   w.hash_table.data = table.data();
-  EXPECT_ERROR(DeviceLayer(spec, w, 40), ErrorCode::kInvalidArgument, "twice for token id 7");
+  EXPECT_ERROR(DeviceLayer(spec, w, 40), kInvalidArgument, "twice for token id 7");
 }
 
 // The experts' matrices as two arrays in device memory, and views of them. `reversed` puts the last
@@ -363,18 +363,17 @@ TEST_F(GpuMemory, LayersThatNeedMoreDoNotShareIt) {
   const Workspace workspace(DeviceLayer::world(), spec,
                             {.backend = Backend::kCuda, .max_tokens = 300});
   const LayerOptions shared{.workspace = &workspace};
-  EXPECT_ERROR(DeviceLayer(spec, w, 301, shared), ErrorCode::kInvalidArgument, "does not fit");
+  EXPECT_ERROR(DeviceLayer(spec, w, 301, shared), kInvalidArgument, "does not fit");
   LayerSpec more = spec;
   more.top_k = 5;
   EXPECT_ERROR(DeviceLayer(more, make_weights(more, DType::kBF16, 3), 300, shared),
-               ErrorCode::kInvalidArgument, "does not fit");
+               kInvalidArgument, "does not fit");
   LayerOptions other_world = shared;
   other_world.backend = Backend::kCuda;
   other_world.max_tokens = 300;
-  EXPECT_ERROR(MoeLayer(World::single(), spec, w, other_world), ErrorCode::kInvalidArgument,
-               "another world");
+  EXPECT_ERROR(MoeLayer(World::single(), spec, w, other_world), kInvalidArgument, "another world");
   const Workspace on_cpu(DeviceLayer::world(), spec, {.num_threads = 1});
-  EXPECT_ERROR(DeviceLayer(spec, w, 300, {.workspace = &on_cpu}), ErrorCode::kInvalidArgument,
+  EXPECT_ERROR(DeviceLayer(spec, w, 300, {.workspace = &on_cpu}), kInvalidArgument,
                "of the cpu backend");
 }
 
@@ -592,7 +591,7 @@ TEST_F(GpuGraph, StatsAndErrorsAreOfThePassesItLaunches) {
     layer.layer().check();
     graph.launch(layer.stream());
     layer.stream().synchronize();
-    EXPECT_ERROR(layer.layer().check(), ErrorCode::kInvalidArgument, "token 1 has expert id 99");
+    EXPECT_ERROR(layer.layer().check(), kInvalidArgument, "token 1 has expert id 99");
     DeviceBatch other(spec, random_batch(spec, 300, DType::kBF16, 4), DType::kBF16);
     other.enqueue(layer.layer(), layer.stream());
     layer.stream().synchronize();

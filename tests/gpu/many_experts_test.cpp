@@ -228,7 +228,7 @@ TEST_F(GpuMostExperts, PlacesOfFewerExperts) {
 
 TEST_F(GpuMostExperts, MoreAreRefused) {
   LayerSpec spec = spec_of(8, 8, gpu::kMaxDeviceExperts + 1, 1);
-  EXPECT_ERROR(DeviceLayer(spec, make_weights(spec, DType::kBF16, 3), 8), ErrorCode::kUnsupported,
+  EXPECT_ERROR(DeviceLayer(spec, make_weights(spec, DType::kBF16, 3), 8), kUnsupported,
                "1025 places of experts");
   // As places of fewer experts, too.
   spec.num_experts = 16;
@@ -239,8 +239,7 @@ TEST_F(GpuMostExperts, MoreAreRefused) {
     options.placement.expert_at.push_back(p % 16);
     if (p >= 16) w.experts.push_back(w.experts[static_cast<std::size_t>(p % 16)]);
   }
-  EXPECT_ERROR(DeviceLayer(spec, w, 8, options), ErrorCode::kUnsupported,
-               "up to 1024: use fewer replicas");
+  EXPECT_ERROR(DeviceLayer(spec, w, 8, options), kUnsupported, "up to 1024: use fewer replicas");
 }
 
 }  // namespace

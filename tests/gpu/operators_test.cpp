@@ -292,18 +292,18 @@ TEST_F(GpuPermute, GraphsReadTheIdsOfTheirReplay) {
 TEST_F(GpuPermute, Refusals) {
   const DevicePermute<std::int32_t> call(std::vector<std::int32_t>(40, 0), 4, 8, RowLayout());
   DevicePermutation out = call.output();
-  EXPECT_ERROR(permute(call.ids(), 3, 8, out, {}), ErrorCode::kShapeMismatch, "top_k, 3");
-  EXPECT_ERROR(permute(call.ids(), 4, 1025, out, {}), ErrorCode::kInvalidArgument, "1025");
+  EXPECT_ERROR(permute(call.ids(), 3, 8, out, {}), kShapeMismatch, "top_k, 3");
+  EXPECT_ERROR(permute(call.ids(), 4, 1025, out, {}), kInvalidArgument, "1025");
   out.rows = 39;
-  EXPECT_ERROR(permute(call.ids(), 4, 8, out, {}), ErrorCode::kShapeMismatch, "39 entries");
+  EXPECT_ERROR(permute(call.ids(), 4, 8, out, {}), kShapeMismatch, "39 entries");
   out = call.output();
   out.workspace_bytes = 4;
-  EXPECT_ERROR(permute(call.ids(), 4, 8, out, {}), ErrorCode::kInvalidArgument, "workspace has 4");
+  EXPECT_ERROR(permute(call.ids(), 4, 8, out, {}), kInvalidArgument, "workspace has 4");
   out = call.output();
   out.ends = nullptr;
-  EXPECT_ERROR(permute(call.ids(), 4, 8, out, {}), ErrorCode::kInvalidArgument, "ends is null");
-  EXPECT_ERROR(permute(call.ids(), 4, 8, call.output(), {.device = 4711}),
-               ErrorCode::kInvalidArgument, "device 4711");
+  EXPECT_ERROR(permute(call.ids(), 4, 8, out, {}), kInvalidArgument, "ends is null");
+  EXPECT_ERROR(permute(call.ids(), 4, 8, call.output(), {.device = 4711}), kInvalidArgument,
+               "device 4711");
 }
 
 // --- unpermute
@@ -540,14 +540,13 @@ TEST_F(GpuTopk, Refusals) {
   const std::span<float> w(weights.data(), 8);
   RoutingSpec routing;
   const MatrixView view{logits.data(), DType::kF32, 4, 10, 10};
-  EXPECT_ERROR(topk(routing, 3, view, {}, i, w, {}), ErrorCode::kShapeMismatch, "ids has 8");
-  EXPECT_ERROR(topk(routing, 11, view, {}, i, w, {}), ErrorCode::kInvalidArgument, "11");
+  EXPECT_ERROR(topk(routing, 3, view, {}, i, w, {}), kShapeMismatch, "ids has 8");
+  EXPECT_ERROR(topk(routing, 11, view, {}, i, w, {}), kInvalidArgument, "11");
   routing.has_correction_bias = true;
-  EXPECT_ERROR(topk(routing, 2, view, {}, i, w, {}), ErrorCode::kShapeMismatch,
-               "correction_bias has 0");
+  EXPECT_ERROR(topk(routing, 2, view, {}, i, w, {}), kShapeMismatch, "correction_bias has 0");
   routing = {};
   routing.method = RoutingMethod::kHash;
-  EXPECT_ERROR(topk(routing, 2, view, {}, i, w, {}), ErrorCode::kUnsupported, "hash routing");
+  EXPECT_ERROR(topk(routing, 2, view, {}, i, w, {}), kUnsupported, "hash routing");
 }
 
 // --- A layer of operators

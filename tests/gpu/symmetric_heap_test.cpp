@@ -234,7 +234,7 @@ TEST_F(GpuSymmetricHeapFault, AbortEndsKernelsThatWait) {
       EXPECT_EQ(wait.state, PeerWait::State::kAborted);
       EXPECT_EQ(wait.rank, 1);
     }
-    EXPECT_ERROR(player.heap.check(), ErrorCode::kAborted, "rank 1 called World::abort()");
+    EXPECT_ERROR(player.heap.check(), kAborted, "rank 1 called World::abort()");
     EXPECT_LT(test::since(start), test::kAtOnce);
   });
 }

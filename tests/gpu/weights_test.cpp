@@ -7,6 +7,7 @@
 #include "support/device_batch.h"
 #include "support/fp8.h"
 #include "support/layers.h"
+#include "support/specs.h"
 
 namespace switchyard::testing {
 namespace {
@@ -70,16 +71,7 @@ class DeviceWeights {
   bool writes_ = false;
 };
 
-LayerSpec spec_with_everything() {
-  LayerSpec spec = spec_of(584, 360, 16, 4);
-  spec.expert_bias = true;
-  spec.router_bias = true;
-  spec.routing.score = ScoreFunction::kSigmoid;
-  spec.routing.has_correction_bias = true;
-  spec.shared_intermediate = 200;
-  spec.shared_sigmoid_gate = true;
-  return spec;
-}
+LayerSpec spec_with_everything() { return with_everything(spec_of(584, 360, 16, 4), 200); }
 
 using GpuLayouts = OnGpu<::testing::TestWithParam<GateUpLayout>>;
 INSTANTIATE_TEST_SUITE_P(All, GpuLayouts, ::testing::ValuesIn(kGateUpLayouts));
@@ -197,14 +189,14 @@ TEST_F(GpuRefresh, OfHostMemoryIsNotCaptured) {
   const LayerSpec spec = spec_with_everything();
   MoeWeights host = make_weights(spec, DType::kBF16, 3);
   DeviceLayer let_go(spec, host, 40);
-  EXPECT_ERROR(let_go.layer().refresh(), ErrorCode::kUnsupported, "rebind()");
+  EXPECT_ERROR(let_go.layer().refresh(), kUnsupported, "rebind()");
   const std::shared_ptr<const void> owner = std::move(host.owner);
   host.owner.reset();
   DeviceLayer layer(spec, host, 40);
   layer.layer().refresh(layer.stream().handle());
   EXPECT_ERROR(
       gpu::Graph::capture(layer.stream(), [&] { layer.layer().refresh(layer.stream().handle()); }),
-      ErrorCode::kUnsupported, "in host memory");
+      kUnsupported, "in host memory");
 }
 
 }  // namespace

@@ -94,7 +94,7 @@ TEST_P(GpuWorkspace, EveryNarrowerLayerFits) {
   spec.intermediate += 128;
   EXPECT_ERROR(DeviceLayer(spec, generate_weights(spec, GetParam(), 3, {.num_threads = 4}),
                            kMostTokens, {.workspace = &workspace, .compute = GetParam()}),
-               ErrorCode::kInvalidArgument, "does not fit");
+               kInvalidArgument, "does not fit");
 }
 
 // Graphs that were captured before go on afterwards: all addresses are the same.
@@ -115,8 +115,8 @@ TEST_P(GpuWorkspace, ReleasesAndRestores) {
     workspace.release();
     EXPECT_TRUE(workspace.released());
     EXPECT_GE(gpu::device_info(0).free_bytes, before + workspace.bytes());
-    EXPECT_ERROR(second.enqueue(), ErrorCode::kInvalidArgument, "call restore() on all ranks");
-    EXPECT_ERROR(second.layer().stats(), ErrorCode::kInvalidArgument, "restore()");
+    EXPECT_ERROR(second.enqueue(), kInvalidArgument, "call restore() on all ranks");
+    EXPECT_ERROR(second.layer().stats(), kInvalidArgument, "restore()");
     workspace.restore();
     EXPECT_FALSE(workspace.released());
     graph.launch(first.stream());
@@ -160,7 +160,7 @@ TEST_P(GpuWorkspace, TheCallersAllocator) {
   EXPECT_TRUE(buffers.empty());
   const DeviceAllocator empty{[](std::size_t) -> void* { return nullptr; }, [](void*) {}};
   EXPECT_ERROR(Workspace(DeviceLayer::world(), shapes.specs, shapes.options(empty)),
-               ErrorCode::kCapacityExceeded, "the workspace's allocator has no");
+               kCapacityExceeded, "the workspace's allocator has no");
 }
 
 std::string name_of(const ::testing::TestParamInfo<DType>& info) { return to_string(info.param); }
@@ -233,7 +233,7 @@ TEST_P(RanksWorkspace, SameBitsAsInMemoryOfTheirOwn) {
     all_passes();
     workspace.release();
     EXPECT_ERROR(batches[0]->enqueue(shared[steps[0].layer]->layer(), shared[0]->stream()),
-                 ErrorCode::kInvalidArgument, "restore()");
+                 kInvalidArgument, "restore()");
     workspace.restore();
     all_passes();
     World(world).barrier();

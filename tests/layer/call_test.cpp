@@ -47,14 +47,14 @@ TEST(Call, IsCheckedWithoutReadingThroughItsAddresses) {
   weights.router = {unreadable<void>(), DType::kBF16, 4, 8, 8};
   hashed.check(by_table, weights);
   hashed.input.token_ids = {unreadable<std::int32_t>(7), 2};
-  EXPECT_ERROR(hashed.check(by_table, weights), ErrorCode::kShapeMismatch, "token_ids has 2");
+  EXPECT_ERROR(hashed.check(by_table, weights), kShapeMismatch, "token_ids has 2");
 }
 
 TEST(Call, OutputRowsMayNotOverlap) {
   for (const std::int64_t stride : {1, 7, -7}) {
     Call call;
     call.output.row_stride = stride;
-    EXPECT_ERROR(call.check(spec()), ErrorCode::kInvalidArgument, "elements apart, but have 8");
+    EXPECT_ERROR(call.check(spec()), kInvalidArgument, "elements apart, but have 8");
   }
   for (const std::int64_t stride : {0, 8, 9, -8}) {
     Call call;
@@ -66,17 +66,17 @@ TEST(Call, OutputRowsMayNotOverlap) {
 TEST(Call, SizesAreChecked) {
   Call call;
   call.input.topk_ids = call.input.topk_ids.first(5);
-  EXPECT_ERROR(call.check(spec()), ErrorCode::kShapeMismatch, "topk_ids has 5", "need 6");
+  EXPECT_ERROR(call.check(spec()), kShapeMismatch, "topk_ids has 5", "need 6");
   call = Call();
   call.output.topk_weights = call.output.topk_weights.first(2);
-  EXPECT_ERROR(call.check(spec()), ErrorCode::kShapeMismatch, "output topk_weights has 2");
+  EXPECT_ERROR(call.check(spec()), kShapeMismatch, "output topk_weights has 2");
   call = Call();
   call.input.activations.rows = 5;
-  EXPECT_ERROR(call.check(spec()), ErrorCode::kCapacityExceeded, "5 tokens", "at most 4");
+  EXPECT_ERROR(call.check(spec()), kCapacityExceeded, "5 tokens", "at most 4");
   call = Call();
   call.input.topk_ids = {};
   call.input.topk_weights = {};
-  EXPECT_ERROR(call.check(spec()), ErrorCode::kInvalidArgument, "no router weights");
+  EXPECT_ERROR(call.check(spec()), kInvalidArgument, "no router weights");
 }
 
 TEST(Call, QuantisedActivationsNeedAnFp8LayerAndNoGate) {
@@ -84,7 +84,7 @@ TEST(Call, QuantisedActivationsNeedAnFp8LayerAndNoGate) {
                           const char* remedy, DType compute = DType::kF8E4M3) {
     MoeWeights weights;
     weights.router = {unreadable<void>(), DType::kBF16, 4, 8, 8};
-    EXPECT_ERROR(call.check(s, weights, compute), ErrorCode::kInvalidArgument, what, remedy);
+    EXPECT_ERROR(call.check(s, weights, compute), kInvalidArgument, what, remedy);
   };
   Call good;
   MatrixView& x = good.input.activations;
@@ -121,7 +121,7 @@ TEST(Call, QuantisedActivationsNeedAnFp8LayerAndNoGate) {
   none.check(spec(), {}, DType::kF8E4M3);
   Call narrow_output = good;
   narrow_output.output.dtype = DType::kF8E4M3;
-  EXPECT_ERROR(narrow_output.check(spec(), {}, DType::kF8E4M3), ErrorCode::kDTypeMismatch,
+  EXPECT_ERROR(narrow_output.check(spec(), {}, DType::kF8E4M3), kDTypeMismatch,
                "output is f8_e4m3");
 }
 
@@ -130,18 +130,17 @@ TEST(Call, IdsAreCheckedWhereTheHostCanReadThem) {
   const ForwardInput input{.topk_ids = ids};
   check_ids(spec(), {}, input);
   ids[4] = 4;
-  EXPECT_ERROR(check_ids(spec(), {}, input), ErrorCode::kInvalidArgument, "topk_ids[2][0] is 4");
+  EXPECT_ERROR(check_ids(spec(), {}, input), kInvalidArgument, "topk_ids[2][0] is 4");
   ids[4] = 2;
-  EXPECT_ERROR(check_ids(spec(), {}, input), ErrorCode::kInvalidArgument,
-               "token 2 names expert 2 twice");
+  EXPECT_ERROR(check_ids(spec(), {}, input), kInvalidArgument, "token 2 names expert 2 twice");
 
   LayerSpec by_table = spec();
   by_table.routing.method = RoutingMethod::kHash;
   MoeWeights weights;
   weights.hash_table.rows = 10;
   const std::vector<std::int32_t> tokens = {0, 9, 10};
-  EXPECT_ERROR(check_ids(by_table, weights, {.token_ids = tokens}), ErrorCode::kInvalidArgument,
-               "token id 10", "vocabulary of 10");
+  EXPECT_ERROR(check_ids(by_table, weights, {.token_ids = tokens}), kInvalidArgument, "token id 10",
+               "vocabulary of 10");
 }
 
 }  // namespace

@@ -66,8 +66,7 @@ TEST(Compute, ByTheWeightsUnlessAskedFor) {
     EXPECT_EQ(resolve_compute(weights(dtype), DType::kF32), DType::kF32);
   }
   EXPECT_EQ(resolve_compute(weights(kFp8), kFp8), kFp8);
-  EXPECT_ERROR(resolve_compute(weights(kFp8), DType::kF16), ErrorCode::kInvalidArgument,
-               "compute type f16");
+  EXPECT_ERROR(resolve_compute(weights(kFp8), DType::kF16), kInvalidArgument, "compute type f16");
 }
 
 // A grouped GEMM on a GPU has fp16, and no fp32.
@@ -86,10 +85,8 @@ TEST(Compute, OfAGroupedGemm) {
       EXPECT_EQ(chosen(weight, backend, DType::kBF16), DType::kBF16);
       EXPECT_EQ(chosen(weight, backend, DType::kF32), DType::kF32);
     }
-    EXPECT_ERROR(chosen(DType::kF16, backend, kFp8), ErrorCode::kInvalidArgument,
-                 "matrices[0] is f16");
-    EXPECT_ERROR(chosen(DType::kF16, backend, DType::kU8), ErrorCode::kInvalidArgument,
-                 "compute type u8");
+    EXPECT_ERROR(chosen(DType::kF16, backend, kFp8), kInvalidArgument, "matrices[0] is f16");
+    EXPECT_ERROR(chosen(DType::kF16, backend, DType::kU8), kInvalidArgument, "compute type u8");
   }
   EXPECT_EQ(chosen(DType::kF16, kCpu, {}), DType::kF32);
   EXPECT_EQ(chosen(DType::kF32, kCpu, {}), DType::kF32);
@@ -97,7 +94,7 @@ TEST(Compute, OfAGroupedGemm) {
   EXPECT_EQ(chosen(DType::kF32, kCuda, {}), DType::kBF16);
   for (const DType weight : {kFp8, DType::kBF16, DType::kF16, DType::kF32}) {
     EXPECT_EQ(chosen(weight, kCuda, DType::kF16), DType::kF16);
-    EXPECT_ERROR(chosen(weight, kCpu, DType::kF16), ErrorCode::kUnsupported, "compute type f16",
+    EXPECT_ERROR(chosen(weight, kCpu, DType::kF16), kUnsupported, "compute type f16",
                  "backend is cpu", "use f32", "backend cuda");
   }
 }
@@ -106,16 +103,16 @@ TEST(Compute, EveryMatrixCounts) {
   MoeWeights odd = weights(kFp8, 100);
   odd.experts[1].down.scale_cols = 64;
   EXPECT_EQ(resolve_compute(odd, {}), DType::kBF16);
-  EXPECT_ERROR(resolve_compute(odd, kFp8), ErrorCode::kUnsupported, "experts[1].down", "128 x 64",
+  EXPECT_ERROR(resolve_compute(odd, kFp8), kUnsupported, "experts[1].down", "128 x 64",
                "[256, 192]", "compute in bf16");
 
   MoeWeights mixed = weights(kFp8, 100);
   const MoeWeights wide = weights(DType::kBF16, 100);
   mixed.shared = wide.shared;
   EXPECT_EQ(resolve_compute(mixed, {}), DType::kBF16);
-  EXPECT_ERROR(resolve_compute(mixed, kFp8), ErrorCode::kInvalidArgument, "shared.gate is bf16",
+  EXPECT_ERROR(resolve_compute(mixed, kFp8), kInvalidArgument, "shared.gate is bf16",
                "compute in bf16");
-  EXPECT_ERROR(resolve_compute(weights(DType::kF32), kFp8), ErrorCode::kInvalidArgument,
+  EXPECT_ERROR(resolve_compute(weights(DType::kF32), kFp8), kInvalidArgument,
                "experts[0].gate is f32");
 }
 
@@ -127,7 +124,7 @@ TEST(Compute, TheLayerTells) {
   };
   EXPECT_EQ(compute_of(weights(kFp8), {}), kFp8);
   EXPECT_EQ(compute_of(weights(kFp8), DType::kF32), DType::kF32);
-  EXPECT_ERROR(compute_of(weights(DType::kBF16), kFp8), ErrorCode::kInvalidArgument, "is bf16");
+  EXPECT_ERROR(compute_of(weights(DType::kBF16), kFp8), kInvalidArgument, "is bf16");
 }
 
 }  // namespace

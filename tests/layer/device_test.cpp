@@ -28,8 +28,8 @@ TEST_F(Device, TellsWhatItIs) {
   EXPECT_GT(info.max_shared_bytes, 48u << 10);
   EXPECT_GE(info.driver_version, info.runtime_version / 1000 * 1000);
   EXPECT_EQ(current_device(), 0);
-  EXPECT_ERROR(device_info(-1), ErrorCode::kInvalidArgument, "device -1");
-  EXPECT_ERROR(set_device(99), ErrorCode::kInvalidArgument, "device 99");
+  EXPECT_ERROR(device_info(-1), kInvalidArgument, "device -1");
+  EXPECT_ERROR(set_device(99), kInvalidArgument, "device 99");
 }
 
 TEST_F(Device, BuffersHoldWhatIsPutThere) {
@@ -54,16 +54,15 @@ TEST_F(Device, BuffersHoldWhatIsPutThere) {
   EXPECT_EQ(back[1], -1);
   EXPECT_EQ(back[2], 0);
 
-  EXPECT_ERROR(buffer.upload(values.data(), 8, 3996), ErrorCode::kInvalidArgument, "8 bytes",
-               "offset 3996", "4000");
+  EXPECT_ERROR(buffer.upload(values.data(), 8, 3996), kInvalidArgument, "8 bytes", "offset 3996",
+               "4000");
   DeviceBuffer moved = std::move(buffer);
   EXPECT_EQ(moved.bytes(), 4000u);
   EXPECT_EQ(DeviceBuffer(0).data(), nullptr);
 }
 
 TEST_F(Device, TooMuchMemoryIsTold) {
-  EXPECT_ERROR(DeviceBuffer(std::size_t{1} << 50), ErrorCode::kCapacityExceeded, "1125899906842624",
-               "free");
+  EXPECT_ERROR(DeviceBuffer(std::size_t{1} << 50), kCapacityExceeded, "1125899906842624", "free");
   DeviceBuffer still_works(16);
 }
 
@@ -109,9 +108,9 @@ TEST_F(Device, GraphsReplayWhatWasEnqueued) {
 
 TEST_F(Device, CaptureForbidsAllocationAndSynchronisation) {
   const Stream stream;
-  EXPECT_ERROR(Graph::capture(stream, [&] { const DeviceBuffer buffer(64); }), ErrorCode::kSystem,
+  EXPECT_ERROR(Graph::capture(stream, [&] { const DeviceBuffer buffer(64); }), kSystem,
                "cudaMalloc", "cudaErrorStreamCaptureUnsupported");
-  EXPECT_ERROR(Graph::capture(stream, [&] { stream.synchronize(); }), ErrorCode::kSystem,
+  EXPECT_ERROR(Graph::capture(stream, [&] { stream.synchronize(); }), kSystem,
                "cudaStreamSynchronize");
   EXPECT_THROW(Graph::capture(stream, [] { throw std::runtime_error("mine"); }),
                std::runtime_error);

@@ -37,7 +37,7 @@ TEST_F(LayerOptionsTest, ValuesOutOfRange) {
   for (const Backend backend : {kCpu, kCuda}) {
     const auto refused = [&](LayerOptions options, const char* part) {
       options.backend = backend;
-      EXPECT_ERROR(make(options), ErrorCode::kInvalidArgument, part);
+      EXPECT_ERROR(make(options), kInvalidArgument, part);
     };
     refused({.max_tokens = 0}, "max_tokens is 0");
     refused({.cpu = {.num_threads = -1}}, "num_threads is -1");
@@ -55,42 +55,38 @@ TEST_F(LayerOptionsTest, ValuesOutOfRange) {
     refused({.cuda = {.schedule = {.band = 128}}}, "schedule.band is 128");
     refused({.cuda = {.schedule = {.splits = 8}}}, "schedule.splits is 8");
   }
-  EXPECT_ERROR(make({.backend = static_cast<Backend>(7)}), ErrorCode::kInvalidArgument,
-               "backend is 7");
+  EXPECT_ERROR(make({.backend = static_cast<Backend>(7)}), kInvalidArgument, "backend is 7");
 }
 
 TEST_F(LayerOptionsTest, TheCpuHasOneSchedule) {
-  EXPECT_ERROR(make({.cuda = {.schedule = {.lag = 2}}}), ErrorCode::kInvalidArgument,
+  EXPECT_ERROR(make({.cuda = {.schedule = {.lag = 2}}}), kInvalidArgument,
                "schedule is set, but the backend is cpu");
 }
 
 TEST_F(LayerOptionsTest, OneMemoryOfTheSameWorld) {
   const Workspace workspace(world_, spec_, {.compute = DType::kF32});
-  EXPECT_ERROR(make({.workspace = &workspace, .workspace_slot = 1}), ErrorCode::kInvalidArgument,
+  EXPECT_ERROR(make({.workspace = &workspace, .workspace_slot = 1}), kInvalidArgument,
                "workspace_slot is 1; the workspace has slots 0 to 0");
-  EXPECT_ERROR(make({.workspace_slot = 1}), ErrorCode::kInvalidArgument, "there is no workspace");
+  EXPECT_ERROR(make({.workspace_slot = 1}), kInvalidArgument, "there is no workspace");
   const Workspace elsewhere(World::single(), spec_, {.compute = DType::kF32});
-  EXPECT_ERROR(make({.workspace = &elsewhere}), ErrorCode::kInvalidArgument,
-               "workspace is of another world");
+  EXPECT_ERROR(make({.workspace = &elsewhere}), kInvalidArgument, "workspace is of another world");
 }
 
 TEST_F(LayerOptionsTest, WeightsOfARanksOwnExpertsMustBeThere) {
   weights_.experts[2] = {};
   for (const Backend backend : {kCpu, kCuda}) {
     if (backend == kCuda && gpu::device_count() == 0) continue;
-    EXPECT_ERROR(make({.backend = backend}), ErrorCode::kMissingTensor, "experts[2].gate is empty");
+    EXPECT_ERROR(make({.backend = backend}), kMissingTensor, "experts[2].gate is empty");
   }
   EXPECT_EQ(own_experts(5, 1, 2).begin, 2);
   EXPECT_EQ(own_experts(5, 1, 2).end, 5);
   EXPECT_EQ(own_experts(2, 1, 4).begin, own_experts(2, 1, 4).end - 1);
-  EXPECT_ERROR(own_experts(5, 2, 2), ErrorCode::kInvalidArgument, "rank 2 of 2");
+  EXPECT_ERROR(own_experts(5, 2, 2), kInvalidArgument, "rank 2 of 2");
   validate(spec_, weights_, {0, 2});
   weights_.experts[3].down = {};
-  EXPECT_ERROR(validate(spec_, weights_, {0, 2}), ErrorCode::kMissingTensor,
-               "experts[3].down is empty");
+  EXPECT_ERROR(validate(spec_, weights_, {0, 2}), kMissingTensor, "experts[3].down is empty");
   for (FfnWeights& expert : weights_.experts) expert = {};
-  EXPECT_ERROR(resolve_compute(weights_, {}), ErrorCode::kInvalidArgument,
-               "given no expert's weights");
+  EXPECT_ERROR(resolve_compute(weights_, {}), kInvalidArgument, "given no expert's weights");
 }
 
 TEST_F(LayerOptionsTest, ADeadlineMayBeForEver) {
@@ -103,21 +99,20 @@ TEST_F(LayerOptionsTest, ADeadlineMayBeForEver) {
 }
 
 TEST_F(LayerOptionsTest, OptionsOfTheOtherBackend) {
-  EXPECT_ERROR(make({.cuda = {.device = 0}}), ErrorCode::kInvalidArgument, "device is 0", "cpu");
-  EXPECT_ERROR(make({.cuda = {.reserved_sms = 2}}), ErrorCode::kInvalidArgument,
-               "reserved_sms is 2", "cpu");
-  EXPECT_ERROR(make({.cuda = {.cooperative_launch = false}}), ErrorCode::kInvalidArgument,
+  EXPECT_ERROR(make({.cuda = {.device = 0}}), kInvalidArgument, "device is 0", "cpu");
+  EXPECT_ERROR(make({.cuda = {.reserved_sms = 2}}), kInvalidArgument, "reserved_sms is 2", "cpu");
+  EXPECT_ERROR(make({.cuda = {.cooperative_launch = false}}), kInvalidArgument,
                "cooperative_launch is false", "cpu");
-  EXPECT_ERROR(make({.backend = kCuda, .cpu = {.num_threads = 2}}), ErrorCode::kInvalidArgument,
+  EXPECT_ERROR(make({.backend = kCuda, .cpu = {.num_threads = 2}}), kInvalidArgument,
                "num_threads is 2", "cuda");
   EXPECT_ERROR(make({.backend = kCuda, .diagnostics = {.on_step = [](const ProtocolStep&) {}}}),
-               ErrorCode::kInvalidArgument, "on_step", "cuda");
+               kInvalidArgument, "on_step", "cuda");
 }
 
 TEST_F(LayerOptionsTest, CudaWithoutAGpuIsUnsupported) {
   if (gpu::device_count() > 0) GTEST_SKIP() << "there is a GPU";
-  EXPECT_ERROR(make({.backend = kCuda}), ErrorCode::kUnsupported, "CPU");
-  EXPECT_ERROR(make({.backend = kCuda, .cuda = {.device = 3}}), ErrorCode::kUnsupported, "CPU");
+  EXPECT_ERROR(make({.backend = kCuda}), kUnsupported, "CPU");
+  EXPECT_ERROR(make({.backend = kCuda, .cuda = {.device = 3}}), kUnsupported, "CPU");
   EXPECT_ERROR(gpu::Stream(), gpu::built_with_cuda() ? ErrorCode::kSystem : ErrorCode::kUnsupported,
                "");
   EXPECT_EQ(gpu::residence_of(&spec_), gpu::Residence::kHost);
@@ -125,12 +120,11 @@ TEST_F(LayerOptionsTest, CudaWithoutAGpuIsUnsupported) {
 
 TEST_F(LayerOptionsTest, CudaDevicesAndSmsThatAreNotThere) {
   if (gpu::device_count() == 0) GTEST_SKIP() << "no GPU";
-  EXPECT_ERROR(make({.backend = kCuda, .cuda = {.device = 99}}), ErrorCode::kInvalidArgument,
-               "device 99");
+  EXPECT_ERROR(make({.backend = kCuda, .cuda = {.device = 99}}), kInvalidArgument, "device 99");
   const int sms = gpu::device_info(0).num_sms;
   EXPECT_ERROR(make({.backend = kCuda, .cuda = {.device = 0, .reserved_sms = sms}}),
-               ErrorCode::kInvalidArgument, "reserved_sms", "leave at least 1");
-  EXPECT_ERROR(make({.backend = kCuda, .compute = DType::kF32}), ErrorCode::kUnsupported, "f32");
+               kInvalidArgument, "reserved_sms", "leave at least 1");
+  EXPECT_ERROR(make({.backend = kCuda, .compute = DType::kF32}), kUnsupported, "f32");
 }
 
 TEST_F(LayerOptionsTest, TheCpuHasNoStreamsAndTellsItsWorkspace) {
@@ -144,7 +138,7 @@ TEST_F(LayerOptionsTest, TheCpuHasNoStreamsAndTellsItsWorkspace) {
   layer.forward(input, output);
   EXPECT_GE(layer.workspace_bytes(), layer.stats().workspace_bytes_used);
   input.stream = y.data();
-  EXPECT_ERROR(layer.forward(input, output), ErrorCode::kInvalidArgument, "stream", "cpu");
+  EXPECT_ERROR(layer.forward(input, output), kInvalidArgument, "stream", "cpu");
 }
 
 }  // namespace

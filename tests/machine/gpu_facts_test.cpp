@@ -100,7 +100,7 @@ TEST(GpuFacts, WhatAPassNeedsMayBeMissing) {
 TEST(GpuFacts, EverythingElseIsRefused) {
   const auto refused = [](const std::string& text, std::initializer_list<const char*> parts) {
     SCOPED_TRACE(text);
-    EXPECT_ERROR(parse_gpu_facts(text, "a.json"), ErrorCode::kInvalidFile, "a.json",
+    EXPECT_ERROR(parse_gpu_facts(text, "a.json"), kInvalidFile, "a.json",
                  "switchyard bench --help");
     test::expect_error([&] { parse_gpu_facts(text, "a.json"); }, ErrorCode::kInvalidFile, parts);
   };
@@ -138,7 +138,7 @@ TEST(GpuFacts, EverythingElseIsRefused) {
 
 TEST(GpuFacts, FilesThatAreNotThere) {
   const test::TemporaryDirectory directory;
-  EXPECT_ERROR(read_gpu_facts(directory / "none.json"), ErrorCode::kInvalidFile, "none.json",
+  EXPECT_ERROR(read_gpu_facts(directory / "none.json"), kInvalidFile, "none.json",
                "check its name");
 }
 

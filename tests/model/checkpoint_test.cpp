@@ -261,17 +261,17 @@ class DamagedCheckpoint : public ::testing::Test {
 };
 
 TEST_F(DamagedCheckpoint, AbsentFiles) {
-  EXPECT_ERROR(Checkpoint::open(path_), ErrorCode::kSystem, "is not a directory");
+  EXPECT_ERROR(Checkpoint::open(path_), kSystem, "is not a directory");
   std::filesystem::create_directory(path_);
-  EXPECT_ERROR(Checkpoint::open(path_), ErrorCode::kInvalidConfig, "no config.json");
+  EXPECT_ERROR(Checkpoint::open(path_), kInvalidConfig, "no config.json");
   test::write_file(path_ / "config.json", "{}");
-  EXPECT_ERROR(Checkpoint::open(path_), ErrorCode::kInvalidConfig, "config.json", "model_type");
+  EXPECT_ERROR(Checkpoint::open(path_), kInvalidConfig, "config.json", "model_type");
   test::write_file(path_ / "config.json", find_model("olmoe").config_json);
-  EXPECT_ERROR(Checkpoint::open(path_), ErrorCode::kInvalidFile, "no *.safetensors", "download");
+  EXPECT_ERROR(Checkpoint::open(path_), kInvalidFile, "no *.safetensors", "download");
   test::write_file(path_ / "pytorch_model.bin", "PK");
   test::write_file(path_ / "model.gguf", "GGUF");
-  EXPECT_ERROR(Checkpoint::open(path_), ErrorCode::kInvalidFile, "no *.safetensors",
-               "model.gguf and 1 more", "save_pretrained");
+  EXPECT_ERROR(Checkpoint::open(path_), kInvalidFile, "no *.safetensors", "model.gguf and 1 more",
+               "save_pretrained");
 }
 
 // Downloads that went wrong, in place of the weights, of the index and of config.json.
@@ -290,14 +290,13 @@ TEST_F(DamagedCheckpoint, FilesThatAreSomethingElseAreToldSo) {
   for (const auto& [contents, what] : kFiles) {
     SCOPED_TRACE(what);
     test::write_file(path_ / "model.safetensors", contents);
-    EXPECT_ERROR(Checkpoint::open(path_), ErrorCode::kInvalidFile, "/m/model.safetensors: ", what);
+    EXPECT_ERROR(Checkpoint::open(path_), kInvalidFile, "/m/model.safetensors: ", what);
     test::write_file(path_ / "model.safetensors", weights);
     test::write_file(path_ / "model.safetensors.index.json", contents);
-    EXPECT_ERROR(Checkpoint::open(path_), ErrorCode::kInvalidFile,
-                 "/m/model.safetensors.index.json: ", what);
+    EXPECT_ERROR(Checkpoint::open(path_), kInvalidFile, "/m/model.safetensors.index.json: ", what);
     std::filesystem::remove(path_ / "model.safetensors.index.json");
     test::write_file(path_ / "config.json", contents);
-    EXPECT_ERROR(Checkpoint::open(path_), ErrorCode::kInvalidConfig, "/m/config.json: ", what);
+    EXPECT_ERROR(Checkpoint::open(path_), kInvalidConfig, "/m/config.json: ", what);
     test::write_file(path_ / "config.json", config);
   }
 }
@@ -305,23 +304,23 @@ TEST_F(DamagedCheckpoint, FilesThatAreSomethingElseAreToldSo) {
 // An entry that cannot be read is told apart from an absent one.
 TEST_F(DamagedCheckpoint, ConfigsThatAreNoFiles) {
   std::filesystem::create_directories(path_ / "config.json");
-  EXPECT_ERROR(Checkpoint::open(path_), ErrorCode::kInvalidFile, "config.json", "is a directory");
+  EXPECT_ERROR(Checkpoint::open(path_), kInvalidFile, "config.json", "is a directory");
   std::filesystem::remove(path_ / "config.json");
   std::filesystem::create_symlink("config.json", path_ / "config.json");
-  EXPECT_ERROR(Checkpoint::open(path_), ErrorCode::kSystem, "config.json", "leads back to itself");
+  EXPECT_ERROR(Checkpoint::open(path_), kSystem, "config.json", "leads back to itself");
   std::filesystem::remove(path_ / "config.json");
   std::filesystem::create_symlink("blob", path_ / "config.json");
-  EXPECT_ERROR(Checkpoint::open(path_), ErrorCode::kInvalidFile, "a symbolic link to a file that");
+  EXPECT_ERROR(Checkpoint::open(path_), kInvalidFile, "a symbolic link to a file that");
   std::filesystem::remove(path_ / "config.json");
   ASSERT_EQ(::mkfifo((path_ / "config.json").c_str(), 0600), 0);
   ::alarm(20);
-  EXPECT_ERROR(Checkpoint::open(path_), ErrorCode::kInvalidFile, "config.json", "is a pipe");
+  EXPECT_ERROR(Checkpoint::open(path_), kInvalidFile, "config.json", "is a pipe");
   ::alarm(0);
 }
 
 TEST_F(DamagedCheckpoint, DirectoriesThatLeadNowhere) {
   std::filesystem::create_symlink("m", path_);
-  EXPECT_ERROR(Checkpoint::open(path_), ErrorCode::kSystem, "leads back to itself");
+  EXPECT_ERROR(Checkpoint::open(path_), kSystem, "leads back to itself");
 }
 
 TEST_F(DamagedCheckpoint, DirectoriesThatMayNotBeRead) {
@@ -334,7 +333,7 @@ TEST_F(DamagedCheckpoint, DirectoriesThatMayNotBeRead) {
     constexpr uid_t kNobody = 65534;
     ASSERT_EQ(::seteuid(kNobody), 0);
   }
-  EXPECT_ERROR(Checkpoint::open(path_), ErrorCode::kSystem, "Permission denied", "permissions");
+  EXPECT_ERROR(Checkpoint::open(path_), kSystem, "Permission denied", "permissions");
   if (user == 0) {
     ASSERT_EQ(::seteuid(0), 0);
   }
@@ -346,16 +345,16 @@ TEST_F(DamagedCheckpoint, FilesOfAbsurdSizesAreNotRead) {
   const std::filesystem::path index = path_ / "model.safetensors.index.json";
   test::write_file(index, "");
   std::filesystem::resize_file(index, std::uintmax_t{10} << 30);
-  EXPECT_ERROR(Checkpoint::open(path_), ErrorCode::kInvalidFile, "index.json", "more than the");
+  EXPECT_ERROR(Checkpoint::open(path_), kInvalidFile, "index.json", "more than the");
   std::filesystem::resize_file(path_ / "config.json", std::uintmax_t{10} << 30);
-  EXPECT_ERROR(Checkpoint::open(path_), ErrorCode::kInvalidFile, "config.json", "more than the");
+  EXPECT_ERROR(Checkpoint::open(path_), kInvalidFile, "config.json", "more than the");
 }
 
 // If it were taken for absent, whatever lies in the directory would pass for the checkpoint.
 TEST_F(DamagedCheckpoint, AnIndexThatIsALinkToNothing) {
   write();
   std::filesystem::create_symlink("blob", path_ / "model.safetensors.index.json");
-  EXPECT_ERROR(Checkpoint::open(path_), ErrorCode::kInvalidFile, "index.json",
+  EXPECT_ERROR(Checkpoint::open(path_), kInvalidFile, "index.json",
                "a symbolic link to a file that is not there");
 }
 
@@ -364,8 +363,7 @@ TEST_F(DamagedCheckpoint, AShardThatBecomesShorterAfterItWasOpened) {
   const Checkpoint checkpoint = Checkpoint::open(path_);
   checkpoint.load_layer(0);
   std::filesystem::resize_file(path_ / "model.safetensors", 4096);
-  EXPECT_ERROR(checkpoint.load_layer(0), ErrorCode::kInvalidFile, "model.safetensors",
-               "has 4096 now");
+  EXPECT_ERROR(checkpoint.load_layer(0), kInvalidFile, "model.safetensors", "has 4096 now");
 }
 
 TEST_F(DamagedCheckpoint, MissingShardIsNamed) {
@@ -378,15 +376,14 @@ TEST_F(DamagedCheckpoint, MissingShardIsNamed) {
   }();
   ASSERT_FALSE(shard.empty());
   std::filesystem::remove(path_ / shard);
-  EXPECT_ERROR(Checkpoint::open(path_), ErrorCode::kInvalidFile, "names shard", shard.c_str(),
-               "download it");
+  EXPECT_ERROR(Checkpoint::open(path_), kInvalidFile, "names shard", shard.c_str(), "download it");
 }
 
 TEST_F(DamagedCheckpoint, IndexThatPromisesAnAbsentTensor) {
   write();
   test::write_file(path_ / "model.safetensors.index.json",
                    R"({"weight_map":{"ghost":"model.safetensors"}})");
-  EXPECT_ERROR(Checkpoint::open(path_), ErrorCode::kInvalidFile, "'ghost'", "does not have it");
+  EXPECT_ERROR(Checkpoint::open(path_), kInvalidFile, "'ghost'", "does not have it");
 }
 
 TEST_F(DamagedCheckpoint, DuplicateTensor) {
@@ -394,24 +391,24 @@ TEST_F(DamagedCheckpoint, DuplicateTensor) {
   std::filesystem::copy(path_ / "model.safetensors", path_ / "consolidated.safetensors");
   load();  // model.safetensors alone is the checkpoint
   std::filesystem::rename(path_ / "model.safetensors", path_ / "other.safetensors");
-  EXPECT_ERROR(Checkpoint::open(path_), ErrorCode::kInvalidFile, "is in both", "other.safetensors");
+  EXPECT_ERROR(Checkpoint::open(path_), kInvalidFile, "is in both", "other.safetensors");
 }
 
 TEST_F(DamagedCheckpoint, TruncatedFile) {
   write();
   std::filesystem::resize_file(path_ / "model.safetensors",
                                std::filesystem::file_size(path_ / "model.safetensors") - 1);
-  EXPECT_ERROR(Checkpoint::open(path_), ErrorCode::kInvalidFile, "truncated", "download it again");
+  EXPECT_ERROR(Checkpoint::open(path_), kInvalidFile, "truncated", "download it again");
 }
 
 TEST_F(DamagedCheckpoint, MissingTensorNamesTheClosest) {
   write();
   const std::string name = block_ + "experts.2.w3.weight";
   rewrite([&](TensorInfo& info, auto&) { return info.name != name; });
-  EXPECT_ERROR(load(), ErrorCode::kMissingTensor, ("'" + name + "'").c_str(), "closest names are",
+  EXPECT_ERROR(load(), kMissingTensor, ("'" + name + "'").c_str(), "closest names are",
                "experts.2.w1.weight");
   rewrite([&](TensorInfo& info, auto&) { return info.name.find("gate") == std::string::npos; });
-  EXPECT_ERROR(load(), ErrorCode::kMissingTensor, (block_ + "gate.weight").c_str());
+  EXPECT_ERROR(load(), kMissingTensor, (block_ + "gate.weight").c_str());
 }
 
 TEST_F(DamagedCheckpoint, WrongShape) {
@@ -420,8 +417,7 @@ TEST_F(DamagedCheckpoint, WrongShape) {
     if (info.name == block_ + "experts.1.w2.weight") std::swap(info.shape[0], info.shape[1]);
     return true;
   });
-  EXPECT_ERROR(load(), ErrorCode::kShapeMismatch, "experts.1.w2.weight", "[136, 144]",
-               "[144, 136]");
+  EXPECT_ERROR(load(), kShapeMismatch, "experts.1.w2.weight", "[136, 144]", "[144, 136]");
 }
 
 TEST_F(DamagedCheckpoint, WrongDType) {
@@ -430,12 +426,12 @@ TEST_F(DamagedCheckpoint, WrongDType) {
     if (info.name == block_ + "experts.1.w2.weight") info.dtype = "I16";
     return true;
   });
-  EXPECT_ERROR(load(), ErrorCode::kDTypeMismatch, "experts.1.w2.weight", "I16", "BF16");
+  EXPECT_ERROR(load(), kDTypeMismatch, "experts.1.w2.weight", "I16", "BF16");
   rewrite([&](TensorInfo& info, auto&) {
     if (info.name == block_ + "experts.1.w2.weight") info.dtype = "F16";
     return true;
   });
-  EXPECT_ERROR(load(), ErrorCode::kDTypeMismatch, "experts[1]", "f16", "bf16", "one dtype");
+  EXPECT_ERROR(load(), kDTypeMismatch, "experts[1]", "f16", "bf16", "one dtype");
 }
 
 TEST_F(DamagedCheckpoint, QuantizedFormatsAreUnsupportedNotMissing) {
@@ -444,14 +440,14 @@ TEST_F(DamagedCheckpoint, QuantizedFormatsAreUnsupportedNotMissing) {
     if (info.name.ends_with("gate_up_proj")) info.name += ".qweight";
     return true;
   });
-  EXPECT_ERROR(load(), ErrorCode::kUnsupported, "gate_up_proj.qweight", "cannot read", "bf16");
+  EXPECT_ERROR(load(), kUnsupported, "gate_up_proj.qweight", "cannot read", "bf16");
   rewrite([](TensorInfo& info, auto&) {
     if (info.name.ends_with("gate_up_proj.qweight")) {
       info.name.replace(info.name.size() - 8, 8, "_blocks");
     }
     return true;
   });
-  EXPECT_ERROR(load(), ErrorCode::kUnsupported, "gate_up_proj_blocks", "says nothing", "bf16");
+  EXPECT_ERROR(load(), kUnsupported, "gate_up_proj_blocks", "says nothing", "bf16");
 }
 
 TEST_F(DamagedCheckpoint, UnusableDTypeIsUnsupported) {
@@ -463,8 +459,7 @@ TEST_F(DamagedCheckpoint, UnusableDTypeIsUnsupported) {
     }
     return true;
   });
-  EXPECT_ERROR(load(), ErrorCode::kUnsupported, "experts.0.w1.weight", "four bits", "convert",
-               "bf16");
+  EXPECT_ERROR(load(), kUnsupported, "experts.0.w1.weight", "four bits", "convert", "bf16");
 }
 
 TEST_F(DamagedCheckpoint, MissingScale) {
@@ -472,14 +467,14 @@ TEST_F(DamagedCheckpoint, MissingScale) {
   rewrite([&](TensorInfo& info, auto&) {
     return info.name != block_ + "experts.3.w1.weight_scale_inv";
   });
-  EXPECT_ERROR(load(), ErrorCode::kMissingTensor, "experts.3.w1.weight_scale_inv");
+  EXPECT_ERROR(load(), kMissingTensor, "experts.3.w1.weight_scale_inv");
 }
 
 TEST_F(DamagedCheckpoint, NotAnMoeLayer) {
   write();
   const Checkpoint checkpoint = Checkpoint::open(path_);
   for (const int layer : {-1, 1, 99})
-    EXPECT_ERROR(checkpoint.load_layer(layer), ErrorCode::kInvalidArgument,
+    EXPECT_ERROR(checkpoint.load_layer(layer), kInvalidArgument,
                  ("layer " + std::to_string(layer)).c_str(), "1 MoE layers");
 }
 
@@ -525,8 +520,8 @@ TEST_F(DamagedCheckpoint, QuantizationThatIsNotKnownIsRefusedWhereItMatters) {
   ASSERT_NE(at, std::string::npos);
   config.replace(at, 9, "\"static\"");
   test::write_file(path_ / "config.json", config);
-  EXPECT_ERROR(load(), ErrorCode::kUnsupported, "'quantization_config.activation_scheme'",
-               "\"static\"", "experts.0.w1.weight' is FP8");
+  EXPECT_ERROR(load(), kUnsupported, "'quantization_config.activation_scheme'", "\"static\"",
+               "experts.0.w1.weight' is FP8");
   write_unquantised(config);
   load();
 }
@@ -680,11 +675,11 @@ TEST(GenerateWeights, HashTableRowsAreDistinctExperts) {
 
 TEST(GenerateWeights, RefusesWhatDoesNotFit) {
   LayerSpec spec = testing::spec_of(1 << 16, 1 << 16, 4096, 2);
-  EXPECT_ERROR(generate_weights(spec, DType::kF32, 0), ErrorCode::kCapacityExceeded, "need ",
-               "are available", "fewer experts");
-  EXPECT_ERROR(generate_weights(spec, DType::kI32, 0), ErrorCode::kInvalidArgument, "i32", "bf16");
+  EXPECT_ERROR(generate_weights(spec, DType::kF32, 0), kCapacityExceeded, "need ", "are available",
+               "fewer experts");
+  EXPECT_ERROR(generate_weights(spec, DType::kI32, 0), kInvalidArgument, "i32", "bf16");
   spec.top_k = 0;
-  EXPECT_ERROR(generate_weights(spec, DType::kF32, 0), ErrorCode::kInvalidArgument, "top_k is 0");
+  EXPECT_ERROR(generate_weights(spec, DType::kF32, 0), kInvalidArgument, "top_k is 0");
 }
 
 TEST(WriteCheckpoint, RefusesToOverwriteAndLeavesNothingBehind) {
@@ -693,18 +688,18 @@ TEST(WriteCheckpoint, RefusesToOverwriteAndLeavesNothingBehind) {
   const WriteOptions options{
       .overrides = {.num_moe_layers = 1, .num_experts = 8, .hidden = 16, .intermediate = 8}};
   test::write_file(directory / "file", "x");
-  EXPECT_ERROR(write_checkpoint(olmoe, directory.path(), options), ErrorCode::kInvalidArgument,
+  EXPECT_ERROR(write_checkpoint(olmoe, directory.path(), options), kInvalidArgument,
                "already exists", "another path");
-  EXPECT_ERROR(write_checkpoint(olmoe, directory / "file", options), ErrorCode::kInvalidArgument,
+  EXPECT_ERROR(write_checkpoint(olmoe, directory / "file", options), kInvalidArgument,
                "already exists");
   std::filesystem::create_directory(directory / "empty");
   write_checkpoint(olmoe, directory / "empty", options);
   EXPECT_EQ(Checkpoint::open(directory / "empty").layer_spec(0).num_experts, 8);
   EXPECT_ERROR(
       write_checkpoint(find_model("gpt-oss-20b"), directory / "oss", {.dtype = DType::kF8E4M3}),
-      ErrorCode::kUnsupported, "gpt_oss", "bf16");
+      kUnsupported, "gpt_oss", "bf16");
   EXPECT_ERROR(write_checkpoint(find_model("kimi-k2"), directory / "kimi", {.dtype = DType::kF32}),
-               ErrorCode::kCapacityExceeded, "bytes of disk");
+               kCapacityExceeded, "bytes of disk");
   EXPECT_EQ(std::distance(std::filesystem::directory_iterator(directory.path()), {}), 2);
 }
 
@@ -744,7 +739,7 @@ TEST(ValidateWeights, NamesWhatDoesNotServeTheSpec) {
   const std::uint64_t expert_bytes = 3 * 16 * 8 * 2;
   EXPECT_EQ(touched_weight_bytes(good, {0, 0}), expert_bytes);
   EXPECT_EQ(touched_weight_bytes(good, {0, 7}), 2 * expert_bytes);
-  EXPECT_ERROR(touched_weight_bytes(good, {1}), ErrorCode::kInvalidArgument, "1 entries");
+  EXPECT_ERROR(touched_weight_bytes(good, {1}), kInvalidArgument, "1 entries");
 }
 
 TEST(TouchedWeightBytes, CountsScalesAndBiases) {

@@ -176,10 +176,10 @@ TEST(Config, DeepseekV4LayerTypes) {
   EXPECT_EQ(spec_of(config, 0).routing.method, RoutingMethod::kHash);
   EXPECT_EQ(spec_of(config, 1).routing.method, RoutingMethod::kTopK);
   EXPECT_EQ(spec_of(config, 1).activation.limit, 10.0f);
-  EXPECT_ERROR(parse_config(head + R"(["hash_moe", "moe"]})", "config.json"),
-               ErrorCode::kInvalidConfig, "mlp_layer_types", "3 layers");
-  EXPECT_ERROR(parse_config(head + R"(["hash_moe", "moe", 7]})", "config.json"),
-               ErrorCode::kInvalidConfig, "mlp_layer_types", "has 7 for layer 2");
+  EXPECT_ERROR(parse_config(head + R"(["hash_moe", "moe"]})", "config.json"), kInvalidConfig,
+               "mlp_layer_types", "3 layers");
+  EXPECT_ERROR(parse_config(head + R"(["hash_moe", "moe", 7]})", "config.json"), kInvalidConfig,
+               "mlp_layer_types", "has 7 for layer 2");
 }
 
 TEST(Config, Glm) {
@@ -318,13 +318,13 @@ TEST(Config, DtypeAndQuantization) {
   EXPECT_EQ(fp8.quantization.method, "fp8");
   EXPECT_EQ(fp8.quantization.block_rows, 64);
   EXPECT_EQ(fp8.quantization.block_cols, 32);
-  EXPECT_ERROR(parse_config(head + R"("torch_dtype": "int7"})", "c"), ErrorCode::kInvalidConfig,
+  EXPECT_ERROR(parse_config(head + R"("torch_dtype": "int7"})", "c"), kInvalidConfig,
                "'torch_dtype' is \"int7\"", "bfloat16");
   EXPECT_ERROR(parse_config(head + R"("quantization_config": {"quant_method": "fp8",
                                       "weight_block_size": [128]}})",
                             "c"),
-               ErrorCode::kInvalidConfig, "quantization_config.weight_block_size", "1 entries");
-  EXPECT_ERROR(parse_config(head + R"("quantization_config": 5})", "c"), ErrorCode::kInvalidConfig,
+               kInvalidConfig, "quantization_config.weight_block_size", "1 entries");
+  EXPECT_ERROR(parse_config(head + R"("quantization_config": 5})", "c"), kInvalidConfig,
                "'quantization_config' is 5");
 }
 
@@ -504,7 +504,7 @@ TEST(Config, KimiHasNoDefaults) {
     std::string some;
     for (const std::string& key : keys)
       if (key != missing) some += ", " + key;
-    EXPECT_ERROR(parse_config(any_family("kimi_k2", some), "c"), ErrorCode::kInvalidConfig,
+    EXPECT_ERROR(parse_config(any_family("kimi_k2", some), "c"), kInvalidConfig,
                  missing.substr(1, missing.find(':') - 2).c_str(), "is missing", "publisher");
   }
 }
@@ -523,15 +523,14 @@ TEST(Config, KimiK3IsRefusedWhateverItsTextIsCalled) {
         "n_shared_experts": 2, "routed_expert_hidden_size": 3584, "latent_moe_use_norm": true,
         "hidden_act": "situ", "topk_method": "noaux_tc", "n_group": 1, "topk_group": 1,
         "norm_topk_prob": true, "routed_scaling_factor": 1.0}})";
-    EXPECT_ERROR(parse_config(config, "c"), ErrorCode::kInvalidConfig,
-                 "'model_type' is \"kimi_k3\"", "routed experts work in a space of their own",
-                 "the model's own code");
+    EXPECT_ERROR(parse_config(config, "c"), kInvalidConfig, "'model_type' is \"kimi_k3\"",
+                 "routed experts work in a space of their own", "the model's own code");
   }
   EXPECT_ERROR(parse_config(any_family("kimi_k2", R"(, "norm_topk_prob": true, "n_group": 1,
       "routed_scaling_factor": 1.0, "topk_group": 1, "first_k_dense_replace": 1,
       "n_shared_experts": 2, "routed_expert_hidden_size": 4)"),
                             "c"),
-               ErrorCode::kInvalidConfig, "'routed_expert_hidden_size' is 4",
+               kInvalidConfig, "'routed_expert_hidden_size' is 4",
                "routed experts work in a space of their own");
 }
 
@@ -630,7 +629,7 @@ TEST(Config, OverridesRewriteTheModelsOwnKeys) {
     expect_same(spec_of(after, after.moe_layers().front()), expected);
   }
   EXPECT_ERROR(rewrite_config(find_model("olmoe").config_json, {.num_experts = 4}, DType::kBF16),
-               ErrorCode::kInvalidArgument, "goes to 8 experts", "there would be 4");
+               kInvalidArgument, "goes to 8 experts", "there would be 4");
   try {
     rewrite_config(find_model("deepseek-v3").config_json, {.num_experts = 100}, DType::kBF16);
     ADD_FAILURE();
@@ -640,10 +639,10 @@ TEST(Config, OverridesRewriteTheModelsOwnKeys) {
   }
   EXPECT_ERROR(
       rewrite_config(find_model("deepseek-v3").config_json, {.num_experts = 100}, DType::kBF16),
-      ErrorCode::kInvalidArgument, "num_groups is 8", "num_experts = 100");
+      kInvalidArgument, "num_groups is 8", "num_experts = 100");
   EXPECT_ERROR(
       rewrite_config(find_model("olmoe").config_json, {.num_moe_layers = 17}, DType::kBF16),
-      ErrorCode::kInvalidArgument, "17 MoE layers", "has 16");
+      kInvalidArgument, "17 MoE layers", "has 16");
 }
 
 TEST(ModelTable, EveryEntryParsesAndUnknownNamesAreExplained) {
@@ -654,9 +653,9 @@ TEST(ModelTable, EveryEntryParsesAndUnknownNamesAreExplained) {
     EXPECT_EQ(&find_model(entry.name), &find_model(std::string(entry.name)));
   }
   EXPECT_EQ(model_table().size(), 31u);
-  EXPECT_ERROR(find_model("deepseek-v5"), ErrorCode::kInvalidArgument,
-               "unknown model 'deepseek-v5'", "deepseek-v2", "deepseek-v3");
-  EXPECT_ERROR(find_model(std::string(1 << 20, 'x')), ErrorCode::kInvalidArgument, "unknown model");
+  EXPECT_ERROR(find_model("deepseek-v5"), kInvalidArgument, "unknown model 'deepseek-v5'",
+               "deepseek-v2", "deepseek-v3");
+  EXPECT_ERROR(find_model(std::string(1 << 20, 'x')), kInvalidArgument, "unknown model");
 }
 
 TEST(LayerSpecValidation, NamesFieldValueAndRemedy) {

@@ -1,5 +1,5 @@
 // EXPECT_ERROR(statement, code, "substring", ...): the statement throws Error with that code, and
-// its message contains every substring.
+// its message contains every substring. The code stands without `ErrorCode::`.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -27,5 +27,10 @@ void expect_error(Statement statement, ErrorCode code, std::initializer_list<con
 
 }  // namespace switchyard::test
 
-#define EXPECT_ERROR(statement, code, ...) \
-  ::switchyard::test::expect_error([&] { statement; }, code, {__VA_ARGS__})
+#define EXPECT_ERROR(statement, code, ...)                               \
+  ::switchyard::test::expect_error([&] { statement; },                   \
+                                   [&] {                                 \
+                                     using enum ::switchyard::ErrorCode; \
+                                     return code;                        \
+                                   }(),                                  \
+                                   {__VA_ARGS__})

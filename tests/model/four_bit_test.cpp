@@ -326,22 +326,21 @@ TEST_P(FourBitCheckpoint, SizesThatDoNotFitAreRefused) {
     one.bytes.resize(one.bytes.size() / static_cast<std::size_t>(one.shape.back()) *
                      static_cast<std::size_t>(one.shape.back() - 1));
     --one.shape.back();
-    EXPECT_ERROR(load(), ErrorCode::kShapeMismatch, end.c_str(), "config.json asks for");
+    EXPECT_ERROR(load(), kShapeMismatch, end.c_str(), "config.json asks for");
   }
   tensors_ = whole;
   tensor(scales).dtype = "I8";
   if (GetParam().is_int) tensor(scales).bytes.resize(tensor(scales).bytes.size() / 2);
-  EXPECT_ERROR(load(), ErrorCode::kDTypeMismatch, scales.c_str(), "I8");
+  EXPECT_ERROR(load(), kDTypeMismatch, scales.c_str(), "I8");
   tensors_ = whole;
   rename(scales, "elsewhere");
-  EXPECT_ERROR(load(), ErrorCode::kMissingTensor, "no tensor");
+  EXPECT_ERROR(load(), kMissingTensor, "no tensor");
 }
 
 TEST_P(FourBitCheckpoint, AStatedShapeMustBeThatOfTheModel) {
   if (!GetParam().is_int) return;
   tensor("experts.0.up_proj.weight_shape").bytes[8] = std::byte{64};
-  EXPECT_ERROR(load(), ErrorCode::kShapeMismatch, "up_proj.weight_shape", "[256, 64]",
-               "[256, 128]");
+  EXPECT_ERROR(load(), kShapeMismatch, "up_proj.weight_shape", "[256, 64]", "[256, 128]");
 }
 
 TEST_P(FourBitCheckpoint, FormatsThatAreNotKnownAreRefused) {
@@ -350,7 +349,7 @@ TEST_P(FourBitCheckpoint, FormatsThatAreNotKnownAreRefused) {
     SCOPED_TRACE(to);
     keys_ = keys;
     replace_key(from, to);
-    EXPECT_ERROR(load(), ErrorCode::kUnsupported, words);
+    EXPECT_ERROR(load(), kUnsupported, words);
   };
   if (GetParam().name == std::string("GptOss")) {
     expect(R"("mxfp4")", R"("mxfp5")", "weights are read of fp8, compressed-tensors");

@@ -216,13 +216,13 @@ TEST(FourBitCheckpoint, LayoutsThatNobodyPublishesAreRefused) {
   const auto write = [&](const char* model, DType dtype, ConfigOverrides overrides = kSmall) {
     write_checkpoint(find_model(model), directory / "m", {.dtype = dtype, .overrides = overrides});
   };
-  EXPECT_ERROR(write("gpt-oss-20b", DType::kU4), ErrorCode::kUnsupported,
+  EXPECT_ERROR(write("gpt-oss-20b", DType::kU4), kUnsupported,
                "gpt_oss has no published int4 layout", "use bf16");
-  EXPECT_ERROR(write("dbrx", DType::kF4E2M1), ErrorCode::kUnsupported, "dbrx", "mxfp4");
-  EXPECT_ERROR(write("kimi-k2", DType::kF4E2M1), ErrorCode::kUnsupported, "beside a shared one");
+  EXPECT_ERROR(write("dbrx", DType::kF4E2M1), kUnsupported, "dbrx", "mxfp4");
+  EXPECT_ERROR(write("kimi-k2", DType::kF4E2M1), kUnsupported, "beside a shared one");
   ConfigOverrides odd = kSmall;
   odd.hidden = 144;
-  EXPECT_ERROR(write("gpt-oss-20b", DType::kF4E2M1, odd), ErrorCode::kInvalidArgument, "hidden 144",
+  EXPECT_ERROR(write("gpt-oss-20b", DType::kF4E2M1, odd), kInvalidArgument, "hidden 144",
                "multiples");
   EXPECT_FALSE(std::filesystem::exists(directory / "m"));
 }

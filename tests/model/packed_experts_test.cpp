@@ -197,11 +197,11 @@ TEST_F(PackedExperts, TensorsOfTwoLayoutsAndOfOthersAreRefused) {
   const PackedFamily& family = kFamilies[0];
   configure(family, {16, 6});
   pack(family, {16, 6}, "F32", true, false).write(path_ / "model.safetensors");
-  EXPECT_ERROR(Checkpoint::open(path_).load_layer(0), ErrorCode::kShapeMismatch,
+  EXPECT_ERROR(Checkpoint::open(path_).load_layer(0), kShapeMismatch,
                "experts.gate_up_proj' has shape [3, 12, 16]", "experts.down_proj' has [3, 6, 16]",
                "one of them is transposed");
   pack(family, {16, 7}, "F32", true, true).write(path_ / "model.safetensors");
-  EXPECT_ERROR(Checkpoint::open(path_).load_layer(0), ErrorCode::kShapeMismatch,
+  EXPECT_ERROR(Checkpoint::open(path_).load_layer(0), kShapeMismatch,
                "experts.gate_up_proj' has shape [3, 14, 16]", "[3, 12, 16] or [3, 16, 12]");
 }
 

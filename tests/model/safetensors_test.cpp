@@ -108,11 +108,11 @@ TEST(SafetensorsIndex, RoundTripsAndRejectsNonsense) {
   const std::map<std::string, std::string> weight_map = {{"a.b", "one.safetensors"},
                                                          {"c\"d", "two.safetensors"}};
   EXPECT_EQ(parse_safetensors_index(safetensors_index_json(weight_map, 12), "index"), weight_map);
-  EXPECT_ERROR(parse_safetensors_index("{}", "index"), ErrorCode::kInvalidFile, "weight_map");
-  EXPECT_ERROR(parse_safetensors_index(R"({"weight_map":{"a":7}})", "index"),
-               ErrorCode::kInvalidFile, "tensor 'a' to 7");
-  EXPECT_ERROR(parse_safetensors_index(R"({"weight_map":{"a":"../x"}})", "index"),
-               ErrorCode::kInvalidFile, "../x", "same directory");
+  EXPECT_ERROR(parse_safetensors_index("{}", "index"), kInvalidFile, "weight_map");
+  EXPECT_ERROR(parse_safetensors_index(R"({"weight_map":{"a":7}})", "index"), kInvalidFile,
+               "tensor 'a' to 7");
+  EXPECT_ERROR(parse_safetensors_index(R"({"weight_map":{"a":"../x"}})", "index"), kInvalidFile,
+               "../x", "same directory");
 }
 
 TEST(SafetensorsFile, WriterStreamsAndReaderMaps) {
@@ -145,23 +145,22 @@ TEST(SafetensorsFile, AnAbandonedWriterLeavesNothing) {
   const test::TemporaryDirectory directory;
   {
     SafetensorsWriter writer(directory / "x", {{.name = "a", .dtype = "U8", .shape = {4}}});
-    EXPECT_ERROR(writer.finish(), ErrorCode::kInvalidArgument, "after 0 of 4");
+    EXPECT_ERROR(writer.finish(), kInvalidArgument, "after 0 of 4");
     std::vector<std::byte> five(5);
-    EXPECT_ERROR(writer.append(five), ErrorCode::kInvalidArgument, "5 bytes", "announced as 4");
+    EXPECT_ERROR(writer.append(five), kInvalidArgument, "5 bytes", "announced as 4");
   }
   EXPECT_TRUE(std::filesystem::is_empty(directory.path()));
-  EXPECT_ERROR(SafetensorsWriter(directory / "no/such", {}), ErrorCode::kSystem, "open failed");
+  EXPECT_ERROR(SafetensorsWriter(directory / "no/such", {}), kSystem, "open failed");
   EXPECT_ERROR(SafetensorsWriter(directory / "x", {{.name = "a", .dtype = "F9", .shape = {4}}}),
-               ErrorCode::kInvalidArgument, "tensor 'a' of dtype F9");
+               kInvalidArgument, "tensor 'a' of dtype F9");
 }
 
 TEST(SafetensorsFile, UnreadableFilesAreNamed) {
   const test::TemporaryDirectory directory;
-  EXPECT_ERROR(SafetensorsFile::open(directory / "absent"), ErrorCode::kSystem, "absent",
-               "No such file");
-  EXPECT_ERROR(SafetensorsFile::open(directory.path()), ErrorCode::kInvalidFile, "regular file");
+  EXPECT_ERROR(SafetensorsFile::open(directory / "absent"), kSystem, "absent", "No such file");
+  EXPECT_ERROR(SafetensorsFile::open(directory.path()), kInvalidFile, "regular file");
   test::write_file(directory / "empty", "");
-  EXPECT_ERROR(SafetensorsFile::open(directory / "empty"), ErrorCode::kInvalidFile, "is empty");
+  EXPECT_ERROR(SafetensorsFile::open(directory / "empty"), kInvalidFile, "is empty");
 }
 
 // If opening the pipe blocked, the alarm would end the test.
@@ -169,8 +168,7 @@ TEST(SafetensorsFile, PipesAreRefusedWithoutWaiting) {
   const test::TemporaryDirectory directory;
   ASSERT_EQ(::mkfifo((directory / "x.safetensors").c_str(), 0600), 0);
   ::alarm(20);
-  EXPECT_ERROR(SafetensorsFile::open(directory / "x.safetensors"), ErrorCode::kInvalidFile,
-               "is a pipe");
+  EXPECT_ERROR(SafetensorsFile::open(directory / "x.safetensors"), kInvalidFile, "is a pipe");
   ::alarm(0);
 }
 
@@ -191,12 +189,11 @@ class MappedSafetensors : public ::testing::Test {
 TEST_F(MappedSafetensors, OneThatBecomesShorterIsNoticed) {
   const std::uintmax_t bytes = std::filesystem::file_size(path);
   std::filesystem::resize_file(path, bytes - 1);
-  EXPECT_ERROR(file->mapping().require_size(), ErrorCode::kInvalidFile, path.c_str(),
+  EXPECT_ERROR(file->mapping().require_size(), kInvalidFile, path.c_str(),
                std::to_string(bytes).c_str(), std::to_string(bytes - 1).c_str());
   // A byte that was cut is a zero after the file has grown again.
   std::filesystem::resize_file(path, bytes);
-  EXPECT_ERROR(file->mapping().require_size(), ErrorCode::kInvalidFile, path.c_str(),
-               "was written to");
+  EXPECT_ERROR(file->mapping().require_size(), kInvalidFile, path.c_str(), "was written to");
 }
 
 // Another file of that name is none of its business: the mapped one lives on.
@@ -232,7 +229,7 @@ TEST(SafetensorsHeader, NamesCannotForgeLinesNorFloodTheTerminal) {
 TEST(SafetensorsIndex, ShardNamesAreNamesOfFiles) {
   for (const char* shard : {"../x", "a/b", "", "a\\u0000b"}) {
     const std::string text = std::string(R"({"weight_map":{"t":")") + shard + "\"}}";
-    EXPECT_ERROR(parse_safetensors_index(text, "index.json"), ErrorCode::kInvalidFile, "index.json",
+    EXPECT_ERROR(parse_safetensors_index(text, "index.json"), kInvalidFile, "index.json",
                  "name of a file in the same directory");
   }
 }
@@ -260,8 +257,8 @@ TEST(Matrices, RoundTripAnyStridesAndDTypes) {
   const OwnedMatrix read_ids = read_matrix(path, "ids");
   EXPECT_EQ(read_ids.view.dtype, DType::kI32);
   EXPECT_EQ(std::memcmp(read_ids.view.data, ids.data(), 8), 0);
-  EXPECT_ERROR(read_matrix(path, "y"), ErrorCode::kMissingTensor, "no tensor 'y'", "ids");
-  EXPECT_ERROR(read_matrix(path, ""), ErrorCode::kMissingTensor, "has 3 tensors", "name the one");
+  EXPECT_ERROR(read_matrix(path, "y"), kMissingTensor, "no tensor 'y'", "ids");
+  EXPECT_ERROR(read_matrix(path, ""), kMissingTensor, "has 3 tensors", "name the one");
 }
 
 TEST(Matrices, ReadOnlyTensorsTheyCanHold) {
@@ -279,8 +276,8 @@ TEST(Matrices, ReadOnlyTensorsTheyCanHold) {
   const OwnedMatrix v = read_matrix(path, "v");
   EXPECT_EQ(*static_cast<const float*>(v.view.data), 2.5f);
   EXPECT_EQ(v.view.rows, 1);
-  EXPECT_ERROR(read_matrix(path, "d"), ErrorCode::kUnsupported, "tensor 'd' has dtype F64", "BF16");
-  EXPECT_ERROR(read_matrix(path, "c"), ErrorCode::kShapeMismatch, "[1, 1, 1]");
+  EXPECT_ERROR(read_matrix(path, "d"), kUnsupported, "tensor 'd' has dtype F64", "BF16");
+  EXPECT_ERROR(read_matrix(path, "c"), kShapeMismatch, "[1, 1, 1]");
 }
 
 }  // namespace

@@ -33,8 +33,7 @@ class Limits : public ::testing::Test {
               const std::function<void(T)>& make) {
     for (const T value : values) {
       SCOPED_TRACE(::testing::Message() << name << " = " << value);
-      EXPECT_ERROR(make(value), ErrorCode::kInvalidArgument, name.c_str(),
-                   std::to_string(value).c_str());
+      EXPECT_ERROR(make(value), kInvalidArgument, name.c_str(), std::to_string(value).c_str());
     }
   }
   using Ints = std::vector<int>;
@@ -252,7 +251,7 @@ TEST_F(Limits, OfRows) {
 TEST_F(Limits, OfHeaps) {
   refuse<std::size_t>("bytes", {0}, [&](std::size_t bytes) { SymmetricHeap(world_, bytes); });
   for (const std::size_t bytes : {std::size_t{1} << 63, ~std::size_t{0}, std::size_t{1} << 55}) {
-    EXPECT_ERROR(SymmetricHeap(world_, bytes), ErrorCode::kCapacityExceeded);
+    EXPECT_ERROR(SymmetricHeap(world_, bytes), kCapacityExceeded);
   }
   refuse<int>("device", {-2, 0, INT_MIN, INT_MAX},
               [&](int device) { SymmetricHeap(world_, 64, {.device = device}); });

@@ -42,21 +42,17 @@ TEST(RowLayout, FirstRows) {
   EXPECT_EQ(first_rows(RowLayout::packed(), ends), (Rows{0, 3, 3, 8, 9}));
   EXPECT_EQ(first_rows(RowLayout::blocked(4), ends), (Rows{0, 4, 4, 12, 16}));
   EXPECT_EQ(first_rows(RowLayout::padded(5), ends), (Rows{0, 5, 10, 15, 20}));
-  EXPECT_ERROR(first_rows(RowLayout::padded(4), ends), ErrorCode::kInvalidArgument,
-               "expert 2 has 5 rows", "room for 4");
-  EXPECT_ERROR(first_rows({}, std::vector<std::int64_t>{3, 2}), ErrorCode::kInvalidArgument,
-               "ends[1] is 2", "never decrease");
-  EXPECT_ERROR(first_rows({}, std::vector<std::int64_t>{-1, 2}), ErrorCode::kInvalidArgument,
-               "ends[0] is -1");
-  EXPECT_ERROR(rows_needed(RowLayout::blocked(0), 3, 4), ErrorCode::kInvalidArgument,
-               "blocked with size 0");
-  EXPECT_ERROR(rows_needed(RowLayout::padded(-3), 3, 4), ErrorCode::kInvalidArgument,
-               "padded with size -3");
-  EXPECT_ERROR(rows_needed({RowLayout::Kind::kPacked, 3}, 3, 4), ErrorCode::kInvalidArgument,
+  EXPECT_ERROR(first_rows(RowLayout::padded(4), ends), kInvalidArgument, "expert 2 has 5 rows",
+               "room for 4");
+  EXPECT_ERROR(first_rows({}, std::vector<std::int64_t>{3, 2}), kInvalidArgument, "ends[1] is 2",
+               "never decrease");
+  EXPECT_ERROR(first_rows({}, std::vector<std::int64_t>{-1, 2}), kInvalidArgument, "ends[0] is -1");
+  EXPECT_ERROR(rows_needed(RowLayout::blocked(0), 3, 4), kInvalidArgument, "blocked with size 0");
+  EXPECT_ERROR(rows_needed(RowLayout::padded(-3), 3, 4), kInvalidArgument, "padded with size -3");
+  EXPECT_ERROR(rows_needed({RowLayout::Kind::kPacked, 3}, 3, 4), kInvalidArgument,
                "packed, but has size 3");
-  EXPECT_ERROR(rows_needed({static_cast<RowLayout::Kind>(7), 3}, 3, 4), ErrorCode::kInvalidArgument,
-               "kind 7");
-  EXPECT_ERROR(rows_needed({}, -1, 4), ErrorCode::kInvalidArgument, "num_experts is -1");
+  EXPECT_ERROR(rows_needed({static_cast<RowLayout::Kind>(7), 3}, 3, 4), kInvalidArgument, "kind 7");
+  EXPECT_ERROR(rows_needed({}, -1, 4), kInvalidArgument, "num_experts is -1");
 }
 
 // Every slot by its definition: the order of (expert, token, k).
@@ -111,17 +107,15 @@ TEST(Permute, ByItsDefinition) {
 TEST(Permute, Refusals) {
   const std::vector<std::int32_t> ids{0, 1, 1, 1};
   const std::vector<float> floats(4);
-  EXPECT_ERROR(permute(ids, 0, 2), ErrorCode::kInvalidArgument, "top_k is 0");
-  EXPECT_ERROR(permute(ids, 3, 2), ErrorCode::kShapeMismatch, "4 elements", "top_k, 3");
-  EXPECT_ERROR(permute(ids, 2, 0), ErrorCode::kInvalidArgument, "num_experts is 0", "1024");
-  EXPECT_ERROR(permute(ids, 2, 1025), ErrorCode::kInvalidArgument, "num_experts is 1025");
-  EXPECT_ERROR(permute(floats, 2, 2), ErrorCode::kDTypeMismatch, "ids are f32", "i32 or i64");
-  EXPECT_ERROR(permute(SlotView(nullptr, DType::kI32, 4), 2, 2), ErrorCode::kInvalidArgument,
-               "ids is null");
-  EXPECT_ERROR(permute(ids, 2, 2, RowLayout::padded(2)), ErrorCode::kInvalidArgument,
-               "expert 1 has 3 rows");
-  EXPECT_ERROR(permute(ids, 2, 2, RowLayout::blocked(0)), ErrorCode::kInvalidArgument, "size 0");
-  EXPECT_ERROR(permute(ids, 2, 1024, RowLayout::padded(1 << 30)), ErrorCode::kInvalidArgument,
+  EXPECT_ERROR(permute(ids, 0, 2), kInvalidArgument, "top_k is 0");
+  EXPECT_ERROR(permute(ids, 3, 2), kShapeMismatch, "4 elements", "top_k, 3");
+  EXPECT_ERROR(permute(ids, 2, 0), kInvalidArgument, "num_experts is 0", "1024");
+  EXPECT_ERROR(permute(ids, 2, 1025), kInvalidArgument, "num_experts is 1025");
+  EXPECT_ERROR(permute(floats, 2, 2), kDTypeMismatch, "ids are f32", "i32 or i64");
+  EXPECT_ERROR(permute(SlotView(nullptr, DType::kI32, 4), 2, 2), kInvalidArgument, "ids is null");
+  EXPECT_ERROR(permute(ids, 2, 2, RowLayout::padded(2)), kInvalidArgument, "expert 1 has 3 rows");
+  EXPECT_ERROR(permute(ids, 2, 2, RowLayout::blocked(0)), kInvalidArgument, "size 0");
+  EXPECT_ERROR(permute(ids, 2, 1024, RowLayout::padded(1 << 30)), kInvalidArgument,
                "an i32 numbers up to 2147483647");
 }
 
@@ -224,36 +218,33 @@ TEST(Unpermute, Refusals) {
   using S = SlotView;
   using O = ForwardOutput;
   run([](V&, S&, S&, O&, int&) {});
-  EXPECT_ERROR(run([](V&, S&, S&, O&, int& k) { k = 0; }), ErrorCode::kInvalidArgument,
-               "top_k is 0");
-  EXPECT_ERROR(run([](V&, S&, S&, O&, int& k) { k = 3; }), ErrorCode::kShapeMismatch, "top_k, 3");
-  EXPECT_ERROR(run([&](V&, S& p, S&, O&, int&) { p = wide; }), ErrorCode::kDTypeMismatch,
-               "positions are i64");
-  EXPECT_ERROR(run([&](V&, S&, S& w, O&, int&) { w = positions; }), ErrorCode::kDTypeMismatch,
+  EXPECT_ERROR(run([](V&, S&, S&, O&, int& k) { k = 0; }), kInvalidArgument, "top_k is 0");
+  EXPECT_ERROR(run([](V&, S&, S&, O&, int& k) { k = 3; }), kShapeMismatch, "top_k, 3");
+  EXPECT_ERROR(run([&](V&, S& p, S&, O&, int&) { p = wide; }), kDTypeMismatch, "positions are i64");
+  EXPECT_ERROR(run([&](V&, S&, S& w, O&, int&) { w = positions; }), kDTypeMismatch,
                "weights are i32");
-  EXPECT_ERROR(run([&](V&, S&, S& w, O&, int&) { w = few; }), ErrorCode::kShapeMismatch,
+  EXPECT_ERROR(run([&](V&, S&, S& w, O&, int&) { w = few; }), kShapeMismatch,
                "3 weights for 4 positions");
-  EXPECT_ERROR(run([](V& r, S&, S&, O&, int&) { r.dtype = DType::kI32; }),
-               ErrorCode::kDTypeMismatch, "rows are i32");
-  EXPECT_ERROR(run([](V&, S&, S&, O& o, int&) { o.dtype = DType::kF8E4M3; }),
-               ErrorCode::kDTypeMismatch, "out is f8_e4m3");
-  EXPECT_ERROR(run([](V& r, S&, S&, O&, int&) { r.cols = 0; }), ErrorCode::kShapeMismatch,
-               "[4, 0]");
-  EXPECT_ERROR(run([](V& r, S&, S&, O&, int&) { r.col_stride = 2; }), ErrorCode::kInvalidArgument,
+  EXPECT_ERROR(run([](V& r, S&, S&, O&, int&) { r.dtype = DType::kI32; }), kDTypeMismatch,
+               "rows are i32");
+  EXPECT_ERROR(run([](V&, S&, S&, O& o, int&) { o.dtype = DType::kF8E4M3; }), kDTypeMismatch,
+               "out is f8_e4m3");
+  EXPECT_ERROR(run([](V& r, S&, S&, O&, int&) { r.cols = 0; }), kShapeMismatch, "[4, 0]");
+  EXPECT_ERROR(run([](V& r, S&, S&, O&, int&) { r.col_stride = 2; }), kInvalidArgument,
                "contiguous");
-  EXPECT_ERROR(run([](V& r, S&, S&, O&, int&) { r.rows = 3; }), ErrorCode::kInvalidArgument,
+  EXPECT_ERROR(run([](V& r, S&, S&, O&, int&) { r.rows = 3; }), kInvalidArgument,
                "positions[3] is 3", "0 to 2");
-  EXPECT_ERROR(run([](V&, S&, S&, O& o, int&) { o.data = nullptr; }), ErrorCode::kInvalidArgument,
+  EXPECT_ERROR(run([](V&, S&, S&, O& o, int&) { o.data = nullptr; }), kInvalidArgument,
                "output is null");
-  EXPECT_ERROR(run([](V&, S&, S&, O& o, int&) { o.row_stride = 2; }), ErrorCode::kInvalidArgument,
+  EXPECT_ERROR(run([](V&, S&, S&, O& o, int&) { o.row_stride = 2; }), kInvalidArgument,
                "2 elements apart");
-  EXPECT_ERROR(run([](V&, S&, S&, O& o, int&) { o.scale = NAN; }), ErrorCode::kInvalidArgument,
+  EXPECT_ERROR(run([](V&, S&, S&, O& o, int&) { o.scale = NAN; }), kInvalidArgument,
                "scale is nan");
   std::vector<float> kept(4);
-  EXPECT_ERROR(run([&](V&, S&, S&, O& o, int&) { o.topk_weights = kept; }),
-               ErrorCode::kInvalidArgument, "topk_weights");
+  EXPECT_ERROR(run([&](V&, S&, S&, O& o, int&) { o.topk_weights = kept; }), kInvalidArgument,
+               "topk_weights");
   const std::vector<std::int32_t> below{0, -2, 0, 0};
-  EXPECT_ERROR(run([&](V&, S& p, S&, O&, int&) { p = below; }), ErrorCode::kInvalidArgument,
+  EXPECT_ERROR(run([&](V&, S& p, S&, O&, int&) { p = below; }), kInvalidArgument,
                "positions[1] is -2");
 }
 
@@ -266,42 +257,38 @@ TEST(OnDevice, Refusals) {
   out.rows = 4;
   out.workspace = floats.data();
   const SlotView ids(numbers.data(), 4);
-  EXPECT_ERROR(permute(ids, 3, 2, out, {}), ErrorCode::kShapeMismatch, "top_k, 3");
-  EXPECT_ERROR(permute(ids, 2, 1025, out, {}), ErrorCode::kInvalidArgument, "1025");
-  EXPECT_ERROR(permute(SlotView(floats.data(), 4), 2, 2, out, {}), ErrorCode::kDTypeMismatch,
-               "ids are f32");
-  EXPECT_ERROR(permute(ids, 2, 2, out, {}), ErrorCode::kInvalidArgument, "workspace has 0 bytes",
+  EXPECT_ERROR(permute(ids, 3, 2, out, {}), kShapeMismatch, "top_k, 3");
+  EXPECT_ERROR(permute(ids, 2, 1025, out, {}), kInvalidArgument, "1025");
+  EXPECT_ERROR(permute(SlotView(floats.data(), 4), 2, 2, out, {}), kDTypeMismatch, "ids are f32");
+  EXPECT_ERROR(permute(ids, 2, 2, out, {}), kInvalidArgument, "workspace has 0 bytes",
                "permute_workspace_bytes()");
   out.workspace_bytes = permute_workspace_bytes(4, 2);
   EXPECT_GE(out.workspace_bytes, 2 * sizeof(std::int32_t));
   out.layout = RowLayout::blocked(8);
-  EXPECT_ERROR(permute(ids, 2, 2, out, {}), ErrorCode::kShapeMismatch, "tokens has 4 entries",
-               "need 16");
+  EXPECT_ERROR(permute(ids, 2, 2, out, {}), kShapeMismatch, "tokens has 4 entries", "need 16");
   out.layout = {};
   out.ends = nullptr;
-  EXPECT_ERROR(permute(ids, 2, 2, out, {}), ErrorCode::kInvalidArgument, "ends is null");
-  EXPECT_ERROR(permute_workspace_bytes(4, 0), ErrorCode::kInvalidArgument, "num_experts is 0");
+  EXPECT_ERROR(permute(ids, 2, 2, out, {}), kInvalidArgument, "ends is null");
+  EXPECT_ERROR(permute_workspace_bytes(4, 0), kInvalidArgument, "num_experts is 0");
 
   ForwardOutput sums;
   const MatrixView rows{floats.data(), DType::kF32, 4, 10, 10};
-  EXPECT_ERROR(unpermute(rows, ids, {}, 2, sums, {}), ErrorCode::kInvalidArgument,
-               "output is null");
-  EXPECT_ERROR(unpermute(rows, ids, SlotView(floats.data(), 3), 2, sums, {}),
-               ErrorCode::kShapeMismatch, "3 weights for 4 positions");
+  EXPECT_ERROR(unpermute(rows, ids, {}, 2, sums, {}), kInvalidArgument, "output is null");
+  EXPECT_ERROR(unpermute(rows, ids, SlotView(floats.data(), 3), 2, sums, {}), kShapeMismatch,
+               "3 weights for 4 positions");
 
   RoutingSpec routing;
   const std::span<std::int32_t> chosen(numbers.data(), 8);
   const std::span<float> weights(floats.data(), 8);
-  EXPECT_ERROR(topk(routing, 3, rows, {}, chosen, weights, {}), ErrorCode::kShapeMismatch,
+  EXPECT_ERROR(topk(routing, 3, rows, {}, chosen, weights, {}), kShapeMismatch,
                "ids has 8 elements; pass 12");
-  EXPECT_ERROR(topk(routing, 11, rows, {}, chosen, weights, {}), ErrorCode::kInvalidArgument, "11");
+  EXPECT_ERROR(topk(routing, 11, rows, {}, chosen, weights, {}), kInvalidArgument, "11");
   routing.has_correction_bias = true;
-  EXPECT_ERROR(topk(routing, 2, rows, {}, chosen, weights, {}), ErrorCode::kShapeMismatch,
+  EXPECT_ERROR(topk(routing, 2, rows, {}, chosen, weights, {}), kShapeMismatch,
                "correction_bias has 0 elements; pass 10");
   routing = {};
   routing.method = RoutingMethod::kHash;
-  EXPECT_ERROR(topk(routing, 2, rows, {}, chosen, weights, {}), ErrorCode::kUnsupported,
-               "hash routing");
+  EXPECT_ERROR(topk(routing, 2, rows, {}, chosen, weights, {}), kUnsupported, "hash routing");
 }
 
 }  // namespace

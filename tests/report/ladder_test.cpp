@@ -47,8 +47,7 @@ TEST(LadderPage, IsAPartOfThePageAndItsTextStaysText) {
 TEST(LadderPage, RefusesRowsThatCannotBeDrawn) {
   Ladder ladder{{example_all_to_all_row("fused", 120)}, "all_to_all.json"};
   ladder.rows[0].stage_us[0].clear();
-  EXPECT_ERROR(ladder_json(ladder), ErrorCode::kInvalidFile, "all_to_all.json", "fused",
-               "measure it again");
+  EXPECT_ERROR(ladder_json(ladder), kInvalidFile, "all_to_all.json", "fused", "measure it again");
 }
 
 }  // namespace

@@ -143,19 +143,19 @@ TEST(ReportTimeline, EveryFieldOfASliceHasItsDomain) {
     event[field] = value;
     const std::string text = json::array({slice("gate", 0, 0, 0, 1), event}).dump();
     SCOPED_TRACE(text);
-    EXPECT_ERROR(parse_timeline(text, "t.json"), ErrorCode::kInvalidFile, "t.json event 2: '",
+    EXPECT_ERROR(parse_timeline(text, "t.json"), kInvalidFile, "t.json event 2: '",
                  "switchyard trace");
   }
   for (const char* field : {"ph", "name", "pid", "tid", "ts", "dur"}) {
     json event = slice("gate", 0, 0, 1, 1);
     event.erase(field);
     const std::string named = std::string("t.json event 1: has no '") + field + "'";
-    EXPECT_ERROR(parse_timeline(json::array({event}).dump(), "t.json"), ErrorCode::kInvalidFile,
+    EXPECT_ERROR(parse_timeline(json::array({event}).dump(), "t.json"), kInvalidFile,
                  named.c_str());
   }
   json unnamed = name_of_rank(0, "");
   unnamed.erase("args");
-  EXPECT_ERROR(parse_timeline(json::array({unnamed}).dump(), "t.json"), ErrorCode::kInvalidFile,
+  EXPECT_ERROR(parse_timeline(json::array({unnamed}).dump(), "t.json"), kInvalidFile,
                "event 1: 'args'", "'name'");
 }
 

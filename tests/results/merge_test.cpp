@@ -378,8 +378,7 @@ void expect_only_own(const std::vector<std::pair<std::string, std::string>>& all
     if (kind == RowType::kKind) {
       EXPECT_EQ(parse_rows<RowType>(text, "a.json").size(), 1u);
     } else {
-      EXPECT_ERROR(parse_rows<RowType>(text, "a.json"), ErrorCode::kInvalidFile, "a.json",
-                   RowType::kKind);
+      EXPECT_ERROR(parse_rows<RowType>(text, "a.json"), kInvalidFile, "a.json", RowType::kKind);
     }
   }
 }

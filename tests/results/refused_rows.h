@@ -15,8 +15,7 @@ void expect_refused(const Row& row, const char* part,
                     const std::function<void(nlohmann::ordered_json&)>& change) {
   nlohmann::ordered_json json = test::parsed(to_json(row));
   change(json);
-  EXPECT_ERROR(parse_rows<Row>("[" + json.dump() + "]", "rows.json"), ErrorCode::kInvalidFile,
-               part);
+  EXPECT_ERROR(parse_rows<Row>("[" + json.dump() + "]", "rows.json"), kInvalidFile, part);
 }
 
 }  // namespace switchyard::results

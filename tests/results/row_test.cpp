@@ -77,8 +77,7 @@ TEST(ResultRows, FourBitRowsNameTheirTypesAgain) {
   for (const char* field : {"weights", "tokens_in"}) {
     json other = four;
     other[field] = "bf16";
-    EXPECT_ERROR(parse_rows<Row>(json::array({other}).dump(), "a.json"), ErrorCode::kInvalidFile,
-                 field);
+    EXPECT_ERROR(parse_rows<Row>(json::array({other}).dump(), "a.json"), kInvalidFile, field);
   }
 }
 
@@ -98,7 +97,7 @@ TEST(ResultRows, OlderAndFloorlessRowsLackFields) {
 
 TEST(ResultRows, WhatIsNoListOfRowsIsRefused) {
   const auto refused = [](const std::string& text, std::initializer_list<const char*> parts) {
-    EXPECT_ERROR(parse_rows<Row>(text, "a.json"), ErrorCode::kInvalidFile, "a.json");
+    EXPECT_ERROR(parse_rows<Row>(text, "a.json"), kInvalidFile, "a.json");
     test::expect_error([&] { parse_rows<Row>(text, "a.json"); }, ErrorCode::kInvalidFile, parts);
   };
   refused("", {"not JSON", "switchyard bench --json"});
@@ -124,7 +123,7 @@ TEST(ResultRows, EveryFieldIsRequired) {
     row.erase(field);
     const std::string named = std::string("row 2: has no '") + field + "'";
     const std::string text = json::array({good_row(), row}).dump();
-    EXPECT_ERROR(parse_rows<Row>(text, "a.json"), ErrorCode::kInvalidFile, "a.json", named.c_str(),
+    EXPECT_ERROR(parse_rows<Row>(text, "a.json"), kInvalidFile, "a.json", named.c_str(),
                  "switchyard bench");
   }
 }
@@ -167,7 +166,7 @@ TEST(ResultRows, EveryFieldHasItsDomain) {
     const std::string named = std::string("row 1: '") + field + "' is ";
     const std::string text = json::array({good_row_with(field, value)}).dump();
     SCOPED_TRACE(text);
-    EXPECT_ERROR(parse_rows<Row>(text, "a.json"), ErrorCode::kInvalidFile, "a.json", named.c_str(),
+    EXPECT_ERROR(parse_rows<Row>(text, "a.json"), kInvalidFile, "a.json", named.c_str(),
                  "switchyard bench");
   }
 }
@@ -189,7 +188,7 @@ TEST(ResultRows, APointIsThereOnce) {
   test::write_file(paths[0], json::array({good_row()}).dump());
   test::write_file(paths[1],
                    json::array({good_row_with("beta", 1), good_row_with("median_us", 121)}).dump());
-  EXPECT_ERROR(read_rows(paths), ErrorCode::kInvalidFile, "b.json row 2", "a.json row 1", "olmoe",
+  EXPECT_ERROR(read_rows(paths), kInvalidFile, "b.json row 2", "a.json row 1", "olmoe",
                "512 tokens", "only one");
 }
 
@@ -210,27 +209,26 @@ TEST(ResultRows, WhatOthersPublish) {
   EXPECT_EQ(parse_published(with("compute", "fp8"), "p.json")[0].compute, "fp8");
   for (const json& wrong : {json(7), json::object(), json{{"8", 0}}, json{{"0", 5}},
                             json{{"8 tokens", 5}}, json{{"8", "5"}}, json{{"", 5}}}) {
-    EXPECT_ERROR(parse_published(with("time_us", wrong), "p.json"), ErrorCode::kInvalidFile,
-                 "p.json row 1", "'time_us'", "tokens per rank");
+    EXPECT_ERROR(parse_published(with("time_us", wrong), "p.json"), kInvalidFile, "p.json row 1",
+                 "'time_us'", "tokens per rank");
   }
   for (const char* field : {"rival", "source", "model", "experts", "ranks", "time_us"}) {
     json series = good;
     series.erase(field);
-    EXPECT_ERROR(parse_published(json::array({series}).dump(), "p.json"), ErrorCode::kInvalidFile,
-                 "row 1", field);
+    EXPECT_ERROR(parse_published(json::array({series}).dump(), "p.json"), kInvalidFile, "row 1",
+                 field);
   }
   for (const char* text : {"{}", "[]", "7", "[", ""}) {
-    EXPECT_ERROR(parse_published(text, "p.json"), ErrorCode::kInvalidFile, "p.json",
-                 "results/published.json");
+    EXPECT_ERROR(parse_published(text, "p.json"), kInvalidFile, "p.json", "results/published.json");
   }
 }
 
 TEST(ResultRows, FilesThatAreNotThere) {
   const test::TemporaryDirectory directory;
   const std::filesystem::path absent[] = {directory / "none.json"};
-  EXPECT_ERROR(read_rows(absent), ErrorCode::kInvalidFile, "none.json", "check its name");
+  EXPECT_ERROR(read_rows(absent), kInvalidFile, "none.json", "check its name");
   const std::filesystem::path folder[] = {directory.path()};
-  EXPECT_ERROR(read_rows(folder), ErrorCode::kInvalidFile, "is a directory");
+  EXPECT_ERROR(read_rows(folder), kInvalidFile, "is a directory");
 }
 
 }  // namespace

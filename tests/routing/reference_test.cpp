@@ -340,7 +340,7 @@ TEST_F(TwoExperts, HashTable) {
   const std::int64_t damaged[] = {1, 0, 0, std::int64_t{1} << 40};
   weights.hash_table.data = damaged;
   input.token_ids = token_ids;
-  EXPECT_ERROR(forward(spec, weights, input), ErrorCode::kInvalidArgument,
+  EXPECT_ERROR(forward(spec, weights, input), kInvalidArgument,
                "expert 1099511627776 for token id 3");
 }
 

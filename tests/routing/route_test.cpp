@@ -378,31 +378,29 @@ TEST(Errors, NameTheSpanOfTheWrongSize) {
   LayerSpec spec = routing_layer(4, 2, {});
   std::vector<float> logits(8), weights(4), bias(4);
   std::vector<std::int32_t> ids(4), hashed(4);
-  EXPECT_ERROR(route(spec, std::span(logits).first(7), {}, {}, ids, weights),
-               ErrorCode::kInvalidArgument, "logits has 7 elements");
-  EXPECT_ERROR(route(spec, logits, bias, {}, ids, weights), ErrorCode::kInvalidArgument,
+  EXPECT_ERROR(route(spec, std::span(logits).first(7), {}, {}, ids, weights), kInvalidArgument,
+               "logits has 7 elements");
+  EXPECT_ERROR(route(spec, logits, bias, {}, ids, weights), kInvalidArgument,
                "correction_bias has 4 elements, expected 0");
-  EXPECT_ERROR(route(spec, logits, {}, hashed, ids, weights), ErrorCode::kInvalidArgument,
+  EXPECT_ERROR(route(spec, logits, {}, hashed, ids, weights), kInvalidArgument,
                "hashed_ids has 4 elements, expected 0");
-  EXPECT_ERROR(route(spec, logits, {}, {}, std::span(ids).first(3), weights),
-               ErrorCode::kInvalidArgument, "ids has 3 elements, expected 4");
-  EXPECT_ERROR(route(spec, logits, {}, {}, ids, std::span(weights).first(2)),
-               ErrorCode::kInvalidArgument, "weights has 2 elements, expected 4");
+  EXPECT_ERROR(route(spec, logits, {}, {}, std::span(ids).first(3), weights), kInvalidArgument,
+               "ids has 3 elements, expected 4");
+  EXPECT_ERROR(route(spec, logits, {}, {}, ids, std::span(weights).first(2)), kInvalidArgument,
+               "weights has 2 elements, expected 4");
   spec.routing.has_correction_bias = true;
-  EXPECT_ERROR(route(spec, logits, {}, {}, ids, weights), ErrorCode::kInvalidArgument,
+  EXPECT_ERROR(route(spec, logits, {}, {}, ids, weights), kInvalidArgument,
                "correction_bias has 0 elements, expected 4");
   spec.routing = {};
   spec.routing.method = RoutingMethod::kHash;
-  EXPECT_ERROR(route(spec, logits, {}, {}, ids, weights), ErrorCode::kInvalidArgument,
+  EXPECT_ERROR(route(spec, logits, {}, {}, ids, weights), kInvalidArgument,
                "hashed_ids has 0 elements, expected 4");
 }
 
 TEST(Errors, NameTheHashedIdOutOfRange) {
   const LayerSpec spec = routing_layer(4, 2, {.method = RoutingMethod::kHash});
-  EXPECT_ERROR(run(spec, {0, 0, 0, 0}, {}, {1, 4}), ErrorCode::kInvalidArgument,
-               "expert 4 in slot 1");
-  EXPECT_ERROR(run(spec, {0, 0, 0, 0}, {}, {-1, 2}), ErrorCode::kInvalidArgument,
-               "expert -1 in slot 0");
+  EXPECT_ERROR(run(spec, {0, 0, 0, 0}, {}, {1, 4}), kInvalidArgument, "expert 4 in slot 1");
+  EXPECT_ERROR(run(spec, {0, 0, 0, 0}, {}, {-1, 2}), kInvalidArgument, "expert -1 in slot 0");
 }
 
 TEST(HashedIds, AreRowsOfEitherTypeWithStrides) {
@@ -414,28 +412,27 @@ TEST(HashedIds, AreRowsOfEitherTypeWithStrides) {
   EXPECT_EQ(ids, (std::vector<std::int32_t>{7, 3, 1, 0, 1 << 30, -5, 2}));
   for (const std::int64_t id : {std::int64_t{1} << 40, -(std::int64_t{1} << 31) - 1}) {
     wide[8] = id;
-    EXPECT_ERROR(routing::append_hashed_ids(table, 1, ids), ErrorCode::kInvalidArgument,
+    EXPECT_ERROR(routing::append_hashed_ids(table, 1, ids), kInvalidArgument,
                  ("expert " + std::to_string(id) + " for token id 1").c_str());
   }
   const std::vector<std::int32_t> narrow = {4, 4, 5, 6};
   EXPECT_ERROR(routing::append_hashed_ids({narrow.data(), DType::kI32, 2, 2, 2}, 0, ids),
-               ErrorCode::kInvalidArgument, "names expert 4 twice for token id 0");
+               kInvalidArgument, "names expert 4 twice for token id 0");
 }
 
 TEST(Errors, NameTheFieldThatCannotBeRouted) {
-  EXPECT_ERROR(run(routing_layer(1025, 2, {}), std::vector<float>(1025)),
-               ErrorCode::kInvalidArgument, "num_experts is 1025");
-  EXPECT_ERROR(run(routing_layer(4, 5, {}), std::vector<float>(4)), ErrorCode::kInvalidArgument,
-               "top_k is 5");
-  EXPECT_ERROR(run(routing_layer(64, 33, {}), std::vector<float>(64)), ErrorCode::kInvalidArgument,
+  EXPECT_ERROR(run(routing_layer(1025, 2, {}), std::vector<float>(1025)), kInvalidArgument,
+               "num_experts is 1025");
+  EXPECT_ERROR(run(routing_layer(4, 5, {}), std::vector<float>(4)), kInvalidArgument, "top_k is 5");
+  EXPECT_ERROR(run(routing_layer(64, 33, {}), std::vector<float>(64)), kInvalidArgument,
                "top_k is 33");
   RoutingSpec routing{.num_groups = 3};
-  EXPECT_ERROR(run(routing_layer(4, 2, routing), std::vector<float>(4)),
-               ErrorCode::kInvalidArgument, "num_groups is 3");
+  EXPECT_ERROR(run(routing_layer(4, 2, routing), std::vector<float>(4)), kInvalidArgument,
+               "num_groups is 3");
   routing.num_groups = 2;
   routing.top_k_groups = 3;
-  EXPECT_ERROR(run(routing_layer(4, 2, routing), std::vector<float>(4)),
-               ErrorCode::kInvalidArgument, "top_k_groups is 3");
+  EXPECT_ERROR(run(routing_layer(4, 2, routing), std::vector<float>(4)), kInvalidArgument,
+               "top_k_groups is 3");
 }
 
 TEST(Route, NoTokensIsNoWork) { EXPECT_EQ(run(routing_layer(4, 2, {}), {}).num_nan, 0); }

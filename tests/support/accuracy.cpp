@@ -75,6 +75,20 @@ void expect_accurate(const LayerSpec& spec, const MoeWeights& weights, const Bat
   EXPECT_GT(yardstick, 1e-4);  // or the comparison means nothing
 }
 
+void expect_same_bits(const LayerSpec& spec, const MoeWeights& weights, DType dtype,
+                      const OnRanks& on) {
+  const Batch batch = random_batch(spec, on.tokens, dtype, 5);
+  const BatchResult first = run_batch(spec, weights, batch, Shares::even(on.tokens, 1), dtype);
+  for (const int ranks : on.ranks) {
+    for (const int threads : {1, 3}) {
+      const BatchResult again = run_batch(spec, weights, batch, Shares::even(on.tokens, ranks),
+                                          dtype, {.cpu = {.num_threads = threads}});
+      EXPECT_TRUE(again.output == first.output)
+          << ranks << " ranks, " << threads << " threads, " << to_string(dtype);
+    }
+  }
+}
+
 double distance_to_fp8_program(const LayerSpec& spec, const MoeWeights& weights, const Batch& batch,
                                const BatchResult& result) {
   reference::ReferenceInput input;

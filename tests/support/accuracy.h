@@ -36,6 +36,15 @@ double output_error(const LayerSpec& spec, const MoeWeights& weights, const Batc
 void expect_accurate(const LayerSpec& spec, const MoeWeights& weights, const Batch& batch,
                      const BatchResult& result);
 
+// The CPU engine's output has the same bits over each of these numbers of ranks, with 1 and 3
+// threads each.
+struct OnRanks {
+  std::int64_t tokens;
+  std::vector<int> ranks;
+};
+void expect_same_bits(const LayerSpec& spec, const MoeWeights& weights, DType dtype,
+                      const OnRanks& on);
+
 // How far an FP8 layer's output is from that of the straightforward program: bits in the last
 // place, where both round the same values. A bound of half the yardstick notices what twice the
 // yardstick cannot, a layer that does not quantise h: it is three times as far or more.

@@ -15,4 +15,15 @@ inline LayerSpec spec_of(int hidden, int intermediate, int experts, int top_k) {
   return spec;
 }
 
+// The same with all that a layer copies beside its matrices.
+inline LayerSpec with_everything(LayerSpec spec, int shared_intermediate) {
+  spec.expert_bias = true;
+  spec.router_bias = true;
+  spec.routing.score = ScoreFunction::kSigmoid;
+  spec.routing.has_correction_bias = true;
+  spec.shared_intermediate = shared_intermediate;
+  spec.shared_sigmoid_gate = true;
+  return spec;
+}
+
 }  // namespace switchyard::testing

@@ -58,7 +58,7 @@ TEST(RecordingFile, RefusesWhatMakesNoSense) {
     const std::size_t at = text.find(from);
     ASSERT_NE(at, std::string::npos) << from;
     text.replace(at, from.size(), to);
-    EXPECT_ERROR(parse_recordings(text, "r.json"), ErrorCode::kInvalidFile, "r.json", part);
+    EXPECT_ERROR(parse_recordings(text, "r.json"), kInvalidFile, "r.json", part);
   };
   refused("switchyard routing", "switchyard fit", "switchyard routing");
   refused("\"file_version\": 1", "\"file_version\": 2", "version 2");
@@ -122,16 +122,16 @@ TEST(RecordedPoints, TheSameHistogramCountsOnce) {
 TEST(RecordedPoints, OtherLayersAreRefused) {
   Plan plan;
   plan.models = {kSmall};
-  EXPECT_ERROR(add_recorded(plan, {"m", {recording_of("layers.0", kTiny, 2, 3)}}),
-               ErrorCode::kInvalidArgument, "32 experts with top-4", "small");
+  EXPECT_ERROR(add_recorded(plan, {"m", {recording_of("layers.0", kTiny, 2, 3)}}), kInvalidArgument,
+               "32 experts with top-4", "small");
   plan.models = {kTiny};
   plan.recorded = {{0, {1, 2}}};
   const KnownKernel known;
-  EXPECT_ERROR(new_profile(known.kernel, kDevice, plan), ErrorCode::kInvalidArgument, "2 experts");
+  EXPECT_ERROR(new_profile(known.kernel, kDevice, plan), kInvalidArgument, "2 experts");
   plan.recorded = {{1, std::vector<std::int64_t>(16, 1)}};
-  EXPECT_ERROR(new_profile(known.kernel, kDevice, plan), ErrorCode::kInvalidArgument, "model 1");
+  EXPECT_ERROR(new_profile(known.kernel, kDevice, plan), kInvalidArgument, "model 1");
   plan.recorded = {{0, std::vector<std::int64_t>(16, 0)}};
-  EXPECT_ERROR(new_profile(known.kernel, kDevice, plan), ErrorCode::kInvalidArgument, "no rows");
+  EXPECT_ERROR(new_profile(known.kernel, kDevice, plan), kInvalidArgument, "no rows");
 }
 
 }  // namespace
