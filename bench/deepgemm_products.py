@@ -21,6 +21,7 @@ import statistics
 import sys
 
 from result_rows import write
+from rival_timing import Wrong
 from torch_chain import Clock, relative_error  # which ends with 77 without PyTorch
 
 import torch
@@ -35,10 +36,6 @@ except ImportError as missing:
 BLOCK = 128  # columns, and of weights also rows, that share a scale
 FLUSH_BYTES = 4 * (60 << 20)  # as gpu::flush_l2 of an H200
 SECONDS = 0.4  # of warming up, and again of measuring, in a row
-
-
-class Wrong(Exception):
-    pass
 
 
 def random_rows(rows, columns):

@@ -39,6 +39,7 @@ try:
 
     import rank_processes
     import switchyard
+    from rival_timing import LeftOut, Wrong
     from torch_chain import replay_of
 except ImportError as missing:
     print(f"exchange_rivals: {missing}; install it, or set PYTHONPATH to python/", file=sys.stderr)
@@ -50,14 +51,6 @@ FP8 = torch.float8_e4m3fn
 FLAG_US, LINK_BYTES_PER_US = 1.37, 330e3
 TOKENS = [1, 8, 32, 128, 512, 2048, 8192]
 KEY = ("suite", "stage", "dtype", "hidden", "experts", "top_k", "ranks", "tokens_per_rank", "pre_sum")
-
-
-class Wrong(Exception):
-    pass
-
-
-class LeftOut(Exception):
-    """Why a rival is not timed."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -43,8 +43,9 @@ import time
 import types
 
 from result_rows import card_of, merge, percentile, write
+from rival_timing import LeftOut, Wrong, rotation_of, timed
 from script_arguments import command_of, numbers, parser_of
-from torch_chain import CUDA, DEVICE, Clock, machine, relative_error, replay_of  # which ends with 77 without PyTorch
+from torch_chain import CUDA, DEVICE, Clock, machine, relative_error  # which ends with 77 without PyTorch
 
 import torch
 import torch.nn.functional as F
@@ -55,21 +56,11 @@ GROUP = 32  # columns that share a scale
 FP8 = torch.float8_e4m3fn
 FP8_MAX = torch.finfo(FP8).max
 CHECKED_TOKENS = 8
-# As choose_rotation() of lab/bench/rotation.cpp.
-TIMES_CACHE, MOST_COPIES, LEAST_PASSES = 8, 16, 8
 # The values of e2m1 without their sign, and the middles between them.
 E2M1 = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
 E2M1_MIDDLES = [0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5]
 # As kF4Deviation and kU4Deviation of lab/models/random_tensor.cpp.
 CODE_DEVIATION = {"mxfp4": 2.0, "int4": 2.5}
-
-
-class Wrong(Exception):
-    pass
-
-
-class LeftOut(Exception):
-    """Why a rival is not timed on a model."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -622,13 +613,6 @@ RIVALS = {"marlin": Marlin, "triton_kernels": TritonKernels, "humming": Humming,
 # ------------------------------------------------------------------------------------------------------ times
 
 
-def rotation_of(point):
-    """Copies of the weights, and calls in a graph: as choose_rotation() of lab/bench/rotation.cpp."""
-    cache = torch.cuda.get_device_properties(0).L2_cache_size
-    copies = min(max(-(-TIMES_CACHE * cache // point.touched_bytes), 2), MOST_COPIES)
-    return copies, -(-LEAST_PASSES // copies) * copies
-
-
 def check(point, out, tokens_in):
     """The error of some tokens against fp64, and its bound."""
     at, exact, bound = point.exact(tokens_in)
@@ -639,17 +623,6 @@ def check(point, out, tokens_in):
     if not error <= bound:
         raise Wrong(f"the error against fp64 is {error:.2e}, and the bound {bound:.2e}")
     return error, bound
-
-
-def timed(calls, passes, repeats, clock):
-    """Microseconds of a call, in every repetition of a replayed graph of `passes` calls in turn."""
-    replay = replay_of(lambda: [calls[i % len(calls)]() for i in range(passes)], lambda: [call() for call in calls])
-    for _ in range(3):
-        replay()
-    pilot = statistics.median(clock.time(replay, 5, every_time=False))
-    if repeats == 0:
-        repeats = int(min(max(100e3 / max(pilot, 1), 12), 200))
-    return [us / passes for us in clock.time(replay, repeats, every_time=False)]
 
 
 def row_of(name, rival, point, times, accuracy, rotation, args):
@@ -717,7 +690,7 @@ def measure_model(name, rival, model, args, clock):
     for point in points:
         if args.deadline is not None and time.monotonic() > args.deadline:
             raise OutOfTime(f"--budget is spent before {name}, {model.name}, {point.tokens} tokens")
-        rotation = rotation_of(point)
+        rotation = rotation_of(point.touched_bytes)
         try:
             calls, outs = [], []
             while len(layouts) < rotation[0]:

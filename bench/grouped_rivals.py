@@ -24,13 +24,13 @@ import dataclasses
 import json
 import math
 import pathlib
-import statistics
 import sys
 import typing
 
 from result_rows import merge
+from rival_timing import LeftOut, Wrong, rotation_of, timed
 from script_arguments import command_of, parser_of
-from torch_chain import CUDA, DEVICE, Clock, machine, quantise, relative_error, replay_of  # which ends with 77 without PyTorch
+from torch_chain import CUDA, DEVICE, Clock, machine, quantise, relative_error  # which ends with 77 without PyTorch
 
 import torch
 import torch.nn.functional as F
@@ -45,8 +45,6 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 BLOCK = 128  # columns, and of weights also rows, that share a scale
 FP8 = torch.float8_e4m3fn
 FP8_MAX = torch.finfo(FP8).max
-# As choose_rotation() of lab/bench/rotation.cpp.
-TIMES_CACHE, MOST_COPIES, LEAST_PASSES = 8, 16, 8
 # Sums of FP8 products that stay in Hopper's tensor cores have about 14 bits: over thousands of columns up
 # to 2 % of error, which is what the speed of use_fast_accum costs.
 FAST_ACCUMULATION = 2e-2
@@ -63,14 +61,6 @@ SHAPES = [
     (4, 4096, 7168, [256, 8192], []),
     (4, 7168, 2048, [256, 8192], []),
 ]
-
-
-class Wrong(Exception):
-    pass
-
-
-class LeftOut(Exception):
-    """Why an implementation is not timed on a point."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -437,36 +427,6 @@ def check(problem, candidate):
     return error, bound
 
 
-def rotation_of(problem, cold):
-    """Copies of the weights, and calls in a graph: as choose_rotation() of lab/bench/rotation.cpp."""
-    if cold or not CUDA:
-        return 1, 1
-    cache = torch.cuda.get_device_properties(0).L2_cache_size
-    copies = min(max(-(-TIMES_CACHE * cache // problem.touched_bytes), 2), MOST_COPIES)
-    return copies, -(-LEAST_PASSES // copies) * copies
-
-
-def captured(calls, passes):
-    """Replays a graph of so many calls in turn. Without a GPU it calls them."""
-
-    def run():
-        for i in range(passes):
-            calls[i % len(calls)]()
-
-    return replay_of(run, lambda: [call() for call in calls]) if CUDA else run
-
-
-def timed(candidate, passes, repeats, clock):
-    replay = captured(candidate.calls, passes)
-    for _ in range(3):
-        replay()
-    pilot = statistics.median(clock.time(replay, 5, every_time=passes == 1))
-    if repeats == 0:
-        budget, least, most = (100e3, 12, 200) if CUDA else (1e6, 5, 50)
-        repeats = int(min(max(budget / max(pilot, 1), least), most))
-    return [us / passes for us in clock.time(replay, repeats, every_time=passes == 1)]
-
-
 def floor_us(problem):
     """As machine::floor_us(); None where the GPU's roofs are not known."""
     if not CUDA:
@@ -513,7 +473,7 @@ KEY = ["suite", "implementation", "experts", "n", "k", "rows_per_expert", "activ
 def measure(point, dtype, args, clock, said):
     """The rows of one point, and what was wrong."""
     problem = Problem(point, dtype, args.seed, args.tune)
-    rotation = rotation_of(problem, args.cold)
+    rotation = rotation_of(problem.touched_bytes, args.cold)
     rows, wrong, first = [], [], None
     for name, make in IMPLEMENTATIONS[dtype].items():
         if args.implementations and name not in args.implementations:
@@ -532,7 +492,7 @@ def measure(point, dtype, args, clock, said):
                 apart, most = relative_error(output, first[1].double()), accuracy[1] + first[2]
                 if not apart <= most:
                     raise Wrong(f"its result is {apart:.2e} apart from that of {first[0]}, which may be {most:.2e}")
-            times = timed(candidate, rotation[1], args.repeats, clock)
+            times = timed(candidate.calls, rotation[1], args.repeats, clock)
         except (LeftOut, switchyard.Unsupported) as reason:
             line = f"{name} ({dtype}) is left out: {reason}"
             if line not in said:

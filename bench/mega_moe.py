@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from result_rows import percentile, write
 from script_arguments import command_of, numbers, parser_of
+from torch_chain import replay_of
 
 MODELS = {  # hidden, intermediate, experts, top-k: as in lab/bench/suite.cpp
     "v4-flash-routed": (4096, 2048, 256, 6),
@@ -107,16 +108,7 @@ class Ways:
 
 
 def graph_of(run):
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        run()
-    torch.cuda.current_stream().wait_stream(side)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # NCCL has threads of its own
-        run()
-    return graph.replay
+    return replay_of(run, run, errors="thread_local")  # NCCL has threads of its own
 
 
 def repeats_of(us):

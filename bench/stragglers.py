@@ -48,6 +48,7 @@ try:
     import rank_processes
     import switchyard
     import torch_chain
+    from rival_timing import Wrong
 except ImportError as missing:
     print(f"stragglers: {missing}; install it, or set PYTHONPATH to python/", file=sys.stderr)
     sys.exit(77)
@@ -55,10 +56,6 @@ except ImportError as missing:
 KEY = ("way", "machine", "hidden", "intermediate", "experts", "top_k", "ranks", "tokens_per_rank", "jitter_us")
 LAYER = "model.layers.0.mlp."
 WRONG, UNUSABLE, FAILED = 1, 2, 3
-
-
-class Wrong(Exception):
-    pass
 
 
 def read_checkpoint(directory):

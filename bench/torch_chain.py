@@ -431,8 +431,9 @@ def captured(chain, layers, x, passes):
     return replay_of(run, warm_up) if CUDA else run
 
 
-def replay_of(run, warm_up):
-    """What replays run() in a CUDA graph. `warm_up` runs before, on the stream that is captured."""
+def replay_of(run, warm_up, errors="global"):
+    """What replays run() in a CUDA graph. `warm_up` runs before, on the stream that is captured. errors: the threads
+    whose calls may spoil the capture."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -440,7 +441,7 @@ def replay_of(run, warm_up):
     torch.cuda.current_stream().wait_stream(side)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, capture_error_mode=errors):
         run()
     return graph.replay
 
