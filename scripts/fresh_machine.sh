@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Does what README says on a machine where nothing is installed: a fresh root file system of a Debian release, in which
-# README's first commands, ./run, those from C++, scripts/reproduce.py and ./test run one after the other.
-#   scripts/fresh_machine.sh [--steps "install run cpp reproduce test"] [--wheel FILE] [--keep] [RELEASE...]
+# README's first commands, ./run, examples of the command, those from C++, scripts/reproduce.py and ./test run one after the other.
+#   scripts/fresh_machine.sh [--steps "install run commands cpp reproduce test"] [--wheel FILE] [--keep] [RELEASE...]
 # Releases are bookworm and trixie unless given.
 # --wheel: copies that wheel and scripts/try_wheel.sh into the root, and no sources; the only step is to try it with the
 # release's Python (sid has a newer one).
@@ -11,7 +11,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 
 fail() { echo "fresh_machine: $1" >&2; exit "${2:-1}"; }
-steps="install run cpp reproduce test"
+steps="install run commands cpp reproduce test"
 keep=
 wheel=
 releases=()
@@ -28,9 +28,9 @@ done
 [ ${#releases[@]} -gt 0 ] || releases=(bookworm trixie)
 for step in $steps; do
   case $step in
-    install|run|cpp|test|reproduce) ;;
+    install|run|commands|cpp|test|reproduce) ;;
     test:*) ;;
-    *) fail "unknown step '$step'; use install, run, cpp, reproduce, test or test:STEP (a step of ./test)" 2 ;;
+    *) fail "unknown step '$step'; use install, run, commands, cpp, reproduce, test or test:STEP (a step of ./test)" 2 ;;
   esac
 done
 [ -z "$wheel" ] || steps=wheel
@@ -41,7 +41,7 @@ mirror=$(apt-get indextargets --format '$(REPO_URI)' 'Created-By: Packages' 'Ori
 
 # readme_commands MARK: what README tells a user to type, the first block of commands behind that mark.
 readme_commands() { sed -n "/^<!-- $1 -->\$/,/^\`\`\`\$/p" README.md | sed '1,2d;$d'; }
-for mark in install "install from C++"; do
+for mark in install commands "install from C++"; do
   [ -n "$(readme_commands "$mark")" ] || fail "README.md has no commands behind its mark '$mark'"
 done
 grep -q '^scripts/reproduce.py all ' README.md || fail "README.md has no command 'scripts/reproduce.py all'"
@@ -72,8 +72,13 @@ make_root() {
       echo "say $step"
       case $step in
         install) readme_commands install; echo 'deactivate' ;;
-        # And a program of a user's, over the checkpoint that ./run has made.
+        # The examples of `switchyard`, with the checkpoint that ./run has made, and without those for a GPU.
+        commands) echo '. .venv/bin/activate'
+             readme_commands commands | sed -n 's/ *#.*//; /--backend cuda/d; /^switchyard/p' |
+               sed 's|--checkpoint DIR --layer 3|--checkpoint build/olmoe-1-layer --layer 0|'
+             echo 'deactivate' ;;
         cpp) readme_commands "install from C++"
+             # And a program of a user's, over that checkpoint.
              echo 'cmake -S examples/forward -B /example -G Ninja && cmake --build /example && /example/forward build/olmoe-1-layer 0' ;;
         run) echo './run' ;;
         test) echo './test' ;;
