@@ -1,4 +1,4 @@
-"""Several engines at once for bench/engines.py: a process each, which are the ranks of one deployment."""
+"""Engines for bench/engines.py: a process each, of which several may be the ranks of one deployment."""
 
 import contextlib
 import copy
@@ -11,7 +11,7 @@ import sys
 import time
 import traceback
 
-TOPOLOGIES = {"1": 1, "dp2ep2": 2}  # engines, which have a GPU each
+TOPOLOGIES = {"1": 1, "dp2ep2": 2}  # GPUs
 GRACE_S = 90  # that the others get when one has failed
 
 
@@ -40,12 +40,12 @@ class Rank:
 
 
 def in_processes(function, args, *arguments):
-    """What function(args, *arguments) returns in forks, of each rank of args.topology.
+    """What function(args, *arguments) returns in forks, of each of args.engines.
 
     A server was imported once, and a GPU's memory comes back. Where a rank fails, the others get GRACE_S to say
     why. RuntimeError tells what each failed with.
     """
-    context, size = multiprocessing.get_context("fork"), TOPOLOGIES[args.topology]
+    context, size = multiprocessing.get_context("fork"), args.engines
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

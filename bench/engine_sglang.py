@@ -9,6 +9,7 @@ import importlib.util
 import json
 import os
 import pathlib
+import signal
 import sys
 import tempfile
 import time
@@ -24,6 +25,9 @@ _PURPOSES = {
     "reference": {"disable_radix_cache": True, "dtype": "float32", "disable_cuda_graph": True},
     "life": {"enable_memory_saver": True, "chunked_prefill_size": 2048},
 }
+
+
+ENGINE_PER_RANK = False  # one starts all ranks
 
 
 def load():
@@ -73,7 +77,8 @@ def entry_points():
 class Engine:
     """An engine of SGLang with one runner for its experts."""
 
-    def __init__(self, path, backend, purpose, *, seed=1, quantised=False, more={}):
+    def __init__(self, path, backend, purpose, *, seed=1, quantised=False, more={}, ranks=1, reserved_sms=0):
+        self.ranks = ranks
         folder = entry_points()
         sys.path.insert(0, folder)
         os.environ["PYTHONPATH"] = os.pathsep.join([folder, os.environ.get("PYTHONPATH", "")])
@@ -82,7 +87,7 @@ class Engine:
 
         self.version = sglang.__version__
         self.vocabulary = json.loads((path / "config.json").read_text())["vocab_size"]
-        runner = {"zeroed": "switchyard", "none": "triton"}.get(backend, backend)
+        runner = {"zeroed": "switchyard", "switchyard_local": "switchyard", "none": "triton"}.get(backend, backend)
         given = {
             "model_path": str(path), "load_format": "dummy", "skip_tokenizer_init": True, "log_level": "error",
             "moe_runner_backend": runner, "attention_backend": "triton", "sampling_backend": "pytorch",
@@ -91,6 +96,15 @@ class Engine:
             "cuda_graph_bs_decode": [1, 2, 4, 8, 16, 32, 64, 128],
             "cuda_graph_bs_prefill": [128, 512, 1024, 2048, 4096, 8192],
         }
+        if ranks > 1:
+            given |= {"tp_size": ranks, "ep_size": ranks, "dp_size": ranks, "enable_dp_attention": True,
+                      "chunked_prefill_size": 8192 * ranks}  # which SGLang divides by the ranks
+            if runner == "switchyard":
+                options = {"reserved_sms": reserved_sms}
+                if backend != "switchyard_local":
+                    options["expert_parallel"] = "fused"
+                os.environ["SWITCHYARD_SGLANG_OPTIONS"] = json.dumps(options)
+                os.environ["NCCL_MAX_CTAS"] = str(reserved_sms)
         start = time.monotonic()
         self.engine = sglang.Engine(**given | _PURPOSES[purpose] | more)
         self.start_s = time.monotonic() - start
@@ -125,33 +139,34 @@ class Engine:
         return rows
 
     def tpot(self, batch, seed):
-        """ms a token: what more tokens take of the same number of requests."""
+        """ms a token: what more tokens take of the same number of requests, of each rank."""
         times = []
         for tokens in (1, DECODE_TOKENS + 1):
-            prompts = prompts_of(self.vocabulary, batch, DECODE_PROMPT, 1000 * seed + tokens)
+            prompts = prompts_of(self.vocabulary, batch * self.ranks, DECODE_PROMPT, 1000 * seed + tokens)
             start = time.monotonic()
             self.generate(prompts, tokens)
             times.append(time.monotonic() - start)
         return (times[1] - times[0]) / DECODE_TOKENS * 1e3
 
     def ttft(self, length, seed):
-        prompts = prompts_of(self.vocabulary, 1, length, seed)
+        """ms until all ranks have the first token of a prompt each."""
+        prompts = prompts_of(self.vocabulary, self.ranks, length, seed)
         start = time.monotonic()
         self.generate(prompts, 1)
         return (time.monotonic() - start) * 1e3
 
     def rate(self, under_way, total, prompt, tokens, seed):
-        """Requests per second, a new one for each that ends."""
+        """Requests per second, a new one for each that ends: `total` of each rank, `under_way` at a time."""
         async def all_of_them():
-            free = asyncio.Semaphore(under_way)
+            free = asyncio.Semaphore(under_way * self.ranks)
 
             async def one(ids):
                 async with free:
                     await self.engine.async_generate(input_ids=ids, sampling_params=self.greedy(tokens))
 
             start = time.monotonic()
-            await asyncio.gather(*map(one, prompts_of(self.vocabulary, total, prompt, seed)))
-            return total / (time.monotonic() - start)
+            await asyncio.gather(*map(one, prompts_of(self.vocabulary, total * self.ranks, prompt, seed)))
+            return total * self.ranks / (time.monotonic() - start)
 
         return self.engine.loop.run_until_complete(all_of_them())
 
@@ -166,6 +181,16 @@ class Engine:
         self.engine.resume_memory_occupation(tags=["kv_cache"])
         self.engine.flush_cache()
         see("cache given up and taken back", 1)
+
+    def fail(self, how):
+        """Kills or stops the last rank's process."""
+        import psutil
+
+        def is_scheduler(process):
+            return "scheduler" in f"{process.name()} {' '.join(process.cmdline())}"
+
+        ranks = sorted(filter(is_scheduler, psutil.Process().children(recursive=True)), key=lambda process: process.pid)
+        ranks[-1].send_signal({"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[how])
 
     def close(self):
         self.engine.shutdown()

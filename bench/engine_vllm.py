@@ -18,6 +18,9 @@ ENVIRONMENT = {
 }
 
 
+ENGINE_PER_RANK = True
+
+
 def load():
     """Imports what the forks share."""
     import vllm  # noqa: F401

@@ -17,12 +17,12 @@ The program does these things with a cell, in this order, or those that --do nam
   life     prompts again (prefix cache), sleep and wake, weights written in place, weights loaded anew: each time
            the logits of an engine that was started so
 
---topology dp2ep2 starts two engines of vLLM, with data and expert parallelism over two GPUs: `switchyard` is its fused
-kernel over the ranks, `switchyard_local` its local experts with vLLM's exchange, and the engine's own backends may name
-an exchange (`triton+deepep_low_latency`; vLLM's default is allgather_reducescatter). Batches and prompts are those of
-each rank, times those of the slower one, and tokens and requests per second those of both. `life` and `none` are for
-one engine. `kill`
-and `stop` are for two: rank 1's engine is killed or stopped while both serve, and rank 0's must end by saying so.
+--topology dp2ep2 starts two engines of vLLM, or one of SGLang with two ranks, with data and expert parallelism over two
+GPUs: `switchyard` is its fused kernel over the ranks, `switchyard_local` its local experts with the engine's exchange,
+and vLLM's own backends may name an exchange (`triton+deepep_low_latency`; its default is allgather_reducescatter).
+Batches and prompts are those of each rank, times those of the slower one, and tokens and requests per second those of
+both. `life` and `none` are for one GPU. `kill` and `stop` are for two: rank 1 is killed or stopped while both serve, and
+rank 0, or SGLang's engine, must end by saying so.
 
 --more is JSON of further arguments for the engine. Exit codes: 0 all is right; 1 a wrong token or a failure; 2
 unusable arguments; 77 the engine is not installed.
@@ -32,6 +32,7 @@ import argparse
 import importlib
 import json
 import math
+import multiprocessing
 import os
 import pathlib
 import statistics
@@ -71,6 +72,8 @@ def first_prompts(engine):
 def start(args, path, backend, purpose, **more):
     if args.rank is not None:
         more |= {"rank": args.rank, "reserved_sms": args.reserved_sms}
+    elif args.gpus > 1:
+        more |= {"ranks": args.gpus, "reserved_sms": args.reserved_sms}
     return args.adapter.Engine(path, backend, purpose, more=args.more, **more)
 
 
@@ -153,7 +156,7 @@ def compare_tokens(found, expected):
 
 def times_of(engine, args):
     """(batch, prompt) to what was measured."""
-    rows, number = {}, 0 if args.rank is None else 1000 * args.rank.number
+    rows, number, ranks = {}, 0 if args.rank is None else 1000 * args.rank.number, args.gpus // args.engines
 
     def timed(what, *arguments, seed):
         # Ranks begin together, and have other prompts.
@@ -166,7 +169,7 @@ def times_of(engine, args):
         times = [timed(engine.tpot, batch, seed=10 + i) for i in range(args.repeats)]
         rows[(batch, DECODE_PROMPT)] = {
             "tpot_ms": round(statistics.median(times), 4), "times_ms": [round(t, 4) for t in times],
-            "tokens_per_s": round(batch * 1e3 / statistics.median(times), 1),
+            "tokens_per_s": round(ranks * batch * 1e3 / statistics.median(times), 1),
         }
     for length in args.first:
         timed(engine.ttft, length, seed=2)
@@ -218,12 +221,45 @@ def served(args, cell, directory):
     """As serve(), of all ranks."""
     ranks = in_processes(serve, args, cell, directory)
     about, tokens, times = ranks[0]
+    if args.gpus > 1:
+        about["machine"] = f"{args.gpus} x {about['machine']}"
     if len(ranks) > 1:
-        about["machine"] = f"{len(ranks)} x {about['machine']}"
         times = joined_times([times for _, _, times in ranks])
         if tokens is not None:
             tokens = [prompt for _, tokens, _ in ranks for prompt in tokens]
     return about, tokens, times
+
+
+def failed_engine(args, cell, directory, how, begun):
+    """The last rank fails in the midst of a long batch. What the engine of all ranks ended with, if it did not end its
+    process. Puts the time of the failure into `begun`."""
+    engine = start(args, engine_models.write(directory, cell.model, cell.dtype, args.layers)[0], cell.backend, "serve")
+    prompts = prompts_of(engine.vocabulary, 8 * args.gpus, DECODE_PROMPT, 5)
+
+    def fail():
+        begun.value = time.monotonic()
+        engine.fail(how)
+
+    threading.Timer(FAIL_AFTER_S, fail).start()
+    try:
+        engine.generate(prompts, 8192)
+    except Exception as problem:
+        return f"{type(problem).__name__}: {problem}"
+    return "nothing"
+
+
+def failed(args, cell, directory, how):
+    """What the engine of rank 0, or of all ranks, ended with, and seconds after the failure."""
+    if args.engines > 1:
+        return in_processes(failed_rank, args, cell, directory, how)[0]
+    begun = multiprocessing.Value("d", 0.0)
+    try:
+        (said,) = in_processes(failed_engine, args, cell, directory, how, begun)
+    except RuntimeError as problem:
+        said = str(problem)
+        if not begun.value or "the process died" not in said:
+            raise
+    return said, time.monotonic() - begun.value
 
 
 def failed_rank(args, cell, directory, how):
@@ -279,12 +315,14 @@ def parse():
     parser.add_argument("--json", type=pathlib.Path)
     args = parser.parse_args()
     args.do, args.rank = args.do.split(","), None
-    if TOPOLOGIES[args.topology] > 1:
-        if args.engine != "vllm" or "life" in args.do or any(cell.backend == "none" for cell in args.cells):
-            parser.error(f"--topology {args.topology} is for vllm, without life and without the backend none")
+    args.adapter = importlib.import_module(f"engine_{args.engine}")
+    args.gpus = TOPOLOGIES[args.topology]
+    args.engines = args.gpus if args.adapter.ENGINE_PER_RANK else 1
+    if args.gpus > 1:
+        if "life" in args.do or any(cell.backend == "none" for cell in args.cells):
+            parser.error(f"--topology {args.topology} goes without life and without the backend none")
     elif {"kill", "stop"} & set(args.do):
         parser.error("kill and stop need ranks: use --topology dp2ep2")
-    args.adapter = importlib.import_module(f"engine_{args.engine}")
     return args
 
 
@@ -300,8 +338,8 @@ def main():
     commit = args.commit or subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True
     ).stdout.strip()
-    directory, one = tempfile.mkdtemp(), argparse.Namespace(**vars(args) | {"topology": "1"})
-    failed, rows, expected, references = False, [], {}, {}
+    directory, one = tempfile.mkdtemp(), argparse.Namespace(**vars(args) | {"gpus": 1, "engines": 1})
+    wrong, rows, expected, references = False, [], {}, {}
     for cell in args.cells:
         name, key = cell.text, (cell.model, cell.dtype)
         error = None
@@ -317,13 +355,13 @@ def main():
                 for what, seed, found in in_processes(life_of, one, cell, directory)[0]:
                     off, other = (relative_error(found, fresh[s]) for s in (seed, 3 - seed))
                     right = off < LIFE_ERROR[cell.dtype] < other / 2
-                    failed |= not right
+                    wrong |= not right
                     print(f"{name}: {what}: {'agrees' if right else 'WRONG'}: logits are off by {off:.4f}, and by "
                           f"{other:.4f} from those of the other weights", flush=True)
             for how in sorted({"kill", "stop"} & set(args.do)):
-                (said, seconds), _ = in_processes(failed_rank, args, cell, directory, how)
+                said, seconds = failed(args, cell, directory, how)
                 # The engine's process says more, in its log.
-                failed |= said == "nothing"
+                wrong |= said == "nothing"
                 print(f"{name}: {how}: rank 0 ended after {seconds:.2f} s with {said}", flush=True)
             if {"tokens", "times"} & set(args.do):
                 about, tokens, times = served(args, cell, directory)
@@ -332,13 +370,13 @@ def main():
                 rows.append((cell, about | {"error": error}, times))
                 if tokens is not None and expected.setdefault(key, tokens) is not tokens:
                     text, right = compare_tokens(tokens, expected[key])
-                    failed |= right == (cell.backend == "zeroed")
+                    wrong |= right == (cell.backend == "zeroed")
                     print(f"{name}: {'agrees' if right else 'differs'}: {text}", flush=True)
                 for (batch, prompt), row in times.items():
                     print(f"{name}: batch {batch}, prompt {prompt}: "
                           + ", ".join(f"{k} {v}" for k, v in row.items() if k != "times_ms"), flush=True)
         except Exception as problem:
-            failed = True
+            wrong = True
             print(f"{name}: failed: {problem}", flush=True)
     if args.json:
         command = command_of("engines.py", sys.argv[1:])
@@ -350,7 +388,7 @@ def main():
         ]
         share((json.loads(args.json.read_text()) if args.json.exists() else []) + found)
         merge(args.json, found, KEY)
-    sys.exit(1 if failed else 0)
+    sys.exit(1 if wrong else 0)
 
 
 if __name__ == "__main__":

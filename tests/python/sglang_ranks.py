@@ -16,7 +16,7 @@ import torch
 
 import switchyard
 from four_bit_cases import E, H, I, K
-from reference import error, experts, routing
+from reference import error, experts, fp8_experts, fp8_values, routing
 from sglang_layers import CONFIG, load, serve
 from switchyard import _serving
 
@@ -27,32 +27,62 @@ def say(**what):
     print(json.dumps(what), flush=True)
 
 
-def filled(block):
+BF16_ERROR = 1e-2
+
+
+def filled(block, fp8=False):
     """A block with seeded weights of every rank, and the experts' three matrices."""
+    torch.manual_seed(1)
     generator = torch.Generator().manual_seed(1)
 
     def random(*shape):
         return torch.randn(shape, generator=generator) / shape[-1] ** 0.5
 
-    gate, up, down = random(E, I, H), random(E, I, H), random(E, H, I)
+    shapes = ((E, I, H), (E, I, H), (E, H, I))
+    if fp8:
+        codes, scales, matrices = zip(*map(fp8_values, shapes), strict=True)
+        stored = {"weight": codes, "weight_scale_inv": scales}
+    else:
+        matrices = [random(*shape).bfloat16() for shape in shapes]
+        stored = {"weight": matrices}
     layer = block.experts
-    for shard, name, tensor in (("w1", "w13_weight", gate), ("w3", "w13_weight", up), ("w2", "w2_weight", down)):
-        for e in range(E):
-            load(getattr(layer, name), tensor[e].bfloat16(), name, shard, e, ranks=None)
+    for suffix, tensors in stored.items():
+        for (shard, name), tensor in zip((("w1", "w13"), ("w3", "w13"), ("w2", "w2")), tensors, strict=True):
+            for e in range(E):
+                load(getattr(layer, f"{name}_{suffix}"), tensor[e], f"{name}_{suffix}", shard, e, ranks=None)
     method = layer.quant_method
-    method.forward = method.forward_cuda  # on CPUs SGLang would compute in torch
+    if not fp8:
+        method.forward = method.forward_cuda  # on CPUs SGLang would compute in torch
     method.process_weights_after_loading(layer)
     for name, parameter in sorted(block.named_parameters()):
         if not name.startswith("experts."):
             parameter.data.copy_(random(*parameter.shape))
-    return block, [tensor.bfloat16() for tensor in (gate, up, down)]
+    return block, matrices
 
 
-def qwen3():
+def fp8_config():
+    from sglang.srt.layers.quantization.fp8 import Fp8Config
+
+    return Fp8Config(is_checkpoint_fp8_serialized=True, activation_scheme="dynamic", weight_block_size=[128, 128])
+
+
+def in_bf16(block):
+    """Except the experts, which have their own types."""
+    for name, part in block.named_children():
+        if name != "experts":
+            part.bfloat16()
+    return block
+
+
+def qwen3(quantised=None):
     from sglang.srt.models.qwen3_moe import Qwen3MoeSparseMoeBlock
 
     config = SimpleNamespace(**CONFIG, norm_topk_prob=True)
-    return filled(Qwen3MoeSparseMoeBlock(0, config, prefix="mlp").bfloat16())
+    return filled(in_bf16(Qwen3MoeSparseMoeBlock(0, config, quantised, prefix="mlp")), quantised is not None)
+
+
+def qwen3_fp8():
+    return qwen3(fp8_config())
 
 
 def qwen2():
@@ -66,14 +96,14 @@ def qwen2():
 
     qwen2_moe.fused_gate_sigmoid_mul_add = gated
     more = dict(norm_topk_prob=True, shared_expert_intermediate_size=64, hidden_act="silu")
-    return filled(Qwen2MoeSparseMoeBlock(0, SimpleNamespace(**CONFIG | more), prefix="mlp").bfloat16())
+    return filled(in_bf16(Qwen2MoeSparseMoeBlock(0, SimpleNamespace(**CONFIG | more), prefix="mlp")))
 
 
 FACTOR = 2.5
 
 
-def deepseek():
-    """With a shared expert, and a factor that the block itself multiplies routed outputs by."""
+def deepseek(quantised=None):
+    """With a shared expert, always in bf16, and a factor that the block itself multiplies routed outputs by."""
     from sglang.srt.models import deepseek_v2
 
     from switchyard import _sglang_runner
@@ -87,29 +117,43 @@ def deepseek():
     )  # fmt: skip
     named = _sglang_runner.architecture
     _sglang_runner.architecture = lambda: "DeepseekV3ForCausalLM"
-    block = deepseek_v2.DeepseekV2MoE(SimpleNamespace(**CONFIG | more), 0, prefix="mlp").bfloat16()
+    config = SimpleNamespace(**CONFIG | more)
+    block = deepseek_v2.DeepseekV2MoE(config, 0, quantised, prefix="mlp")
+    if quantised:  # SGLang has no FP8 of dense layers for every processor
+        block.shared_experts = deepseek_v2.DeepseekV2MoE(config, 1, prefix="mlp").shared_experts
     _sglang_runner.architecture = named
-    return filled(block)
+    return filled(in_bf16(block), quantised is not None)
+
+
+def deepseek_fp8():
+    return deepseek(fp8_config())
 
 
 def expected_of(block, matrices, x):
+    """In fp64, how far off it an output may be, and which tokens' experts no rounding of the router decides."""
     logits = torch.nn.functional.linear(x, block.gate.weight)
     xs, factor, gated = x.double(), 1.0, 1.0
     shared = getattr(block, "shared_expert", getattr(block, "shared_experts", None))
     if hasattr(block, "routed_scaling_factor"):
         scores = logits.float().sigmoid()
-        ids = (scores + block.gate.e_score_correction_bias.float()).topk(K).indices
+        chosen = scores + block.gate.e_score_correction_bias.float()
+        ids = chosen.topk(K).indices
         weights, factor = scores.gather(1, ids), FACTOR
     else:
-        weights, ids = logits.float().softmax(-1).topk(K)
+        chosen = logits.float().softmax(-1)
+        weights, ids = chosen.topk(K)
         if shared is not None:
             gated = torch.sigmoid(xs @ block.shared_expert_gate.weight.double().T)
     weights = weights / weights.sum(-1, keepdim=True)
-    out = factor * experts(x, *matrices, ids, weights, switchyard.Activation())
+    out, bound = factor * experts(x, *matrices, ids, weights, switchyard.Activation()), BF16_ERROR
+    if matrices[0].dtype != torch.bfloat16 and len(x):
+        # Twice what the rounding of activations to e4m3, simulated, costs.
+        bound = 2 * error(factor * fp8_experts(x, *matrices, ids, weights), out)
     if shared is not None:
         gate, up = (xs @ shared.gate_up_proj.weight.double().T).chunk(2, 1)
         out += gated * (torch.nn.functional.silu(gate) * up @ shared.down_proj.weight.double().T)
-    return out
+    best = chosen.topk(K + 1).values
+    return out, bound, best[:, K - 1] - best[:, K] > 0.02 * best[:, K].abs()
 
 
 def tokens_stay():
@@ -130,7 +174,7 @@ def passes(rank, ranks):
 
     say(stays=tokens_stay())
     batch = SimpleNamespace(num_token_non_padded=None, attn_cp_metadata=None)
-    for make in (qwen3, qwen2, deepseek):
+    for make in (qwen3_fp8, deepseek_fp8, qwen3, qwen2, deepseek):
         block, matrices = make()
         binding = block.experts.quant_method.runner.binding
         say(shard=list(block.experts.w13_weight.shape), most=binding.max_tokens)
@@ -140,12 +184,14 @@ def passes(rank, ranks):
             out = block(x, batch)
             assert out.shape == x.shape
             if tokens:
-                say(tokens=tokens, error=error(out, expected_of(block, matrices, x)))
+                wanted, bound, sure = expected_of(block, matrices, x)
+                if sure.any():
+                    say(tokens=tokens, sure=int(sure.sum()), error=error(out[sure], wanted[sure]) / bound)
     # A layer that returns zeros is told from a right one.
     experts_of = binding.experts
     binding.bind = lambda *given, **named: lambda x, *more, **rest: torch.zeros_like(x)
     x = torch.randn(5, H).bfloat16()
-    say(error_of_zeros=error(block(x, batch), expected_of(block, matrices, x)))
+    say(error_of_zeros=error(block(x, batch), expected_of(block, matrices, x)[0]))
     del binding.bind
     assert binding.experts is experts_of
     say(epoch=experts_of.stats().epoch)
@@ -214,9 +260,9 @@ def main():
     directory, what = sys.argv[1:]
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(1)
-    options = {"expert_parallel": "fused", "num_threads": 1}
-    if what.startswith("SIG"):
-        options["deadline"] = DEADLINE
+    # SGLang compiles DeepSeek's choice of experts at its first tokens, which the other rank waits for.
+    deadline = DEADLINE if what.startswith("SIG") else 300
+    options = {"expert_parallel": "fused", "num_threads": 1, "deadline": deadline}
     os.environ["SWITCHYARD_SGLANG_OPTIONS"] = json.dumps(options)
     serve(rank, ranks, directory, disable_shared_experts_fusion=True)
     if what.startswith("SIG"):

@@ -134,9 +134,9 @@ def one_of(args, what):
 
 
 def test_engines_of_several_ranks():
-    args = SimpleNamespace(topology="dp2ep2")
+    args = SimpleNamespace(engines=2)
     assert engine_ranks.in_processes(one_of, args, "work") == [(0, [1, 2, 3, 4, 5]), (1, [6, 7])]
-    assert engine_ranks.in_processes(one_of, SimpleNamespace(topology="1"), "alone") == ["alone"]
+    assert engine_ranks.in_processes(one_of, SimpleNamespace(engines=1), "alone") == ["alone"]
     with pytest.raises(RuntimeError, match="(?s)rank 1: Traceback.*ValueError: no such expert"):
         engine_ranks.in_processes(one_of, args, "fail")
     with pytest.raises(RuntimeError, match="rank 0: the process died\nrank 1: the process died"):

@@ -15,8 +15,6 @@ from switchyard import Unsupported
 from switchyard._serving import Options
 from switchyard._sglang_setup import Fused, capacity_of_rank
 
-BF16_ERROR = 1e-2
-
 
 def deployment(**changes):
     ranks = dict(expert_ranks=2, tensor_ranks=2, attention_ranks=2)
@@ -67,12 +65,13 @@ def test_blocks_over_ranks(run):
     """A rank without tokens takes part, and nobody adds up what ranks computed for tokens of their own."""
     for lines in run("passes"):
         assert values(lines, "stays") == [True]
-        # Qwen3's block, and Qwen2's and DeepSeek's with their shared experts.
-        assert values(lines, "shard") == 3 * [[4, 256, 256]] and values(lines, "most") == 3 * [4096]
-        errors = values(lines, "error")
-        assert len(errors) == 15 and max(errors) < BF16_ERROR, lines
+        # Qwen3's block in bf16 and FP8, Qwen2's, and DeepSeek's in FP8 and bf16, these with their shared experts.
+        assert values(lines, "shard") == 5 * [[4, 256, 256]] and values(lines, "most") == 5 * [4096]
+        errors = values(lines, "error")  # as parts of what they may be
+        assert len(errors) > 20 and max(errors) < 1, lines
+        assert sum(values(lines, "sure")) > 0.8 * sum(values(lines, "tokens"))
         assert values(lines, "error_of_zeros")[0] > 0.5
-        assert values(lines, "epoch") == [24]  # of 3 x 8 passes in one memory
+        assert values(lines, "epoch") == [24]  # of 3 x 8 passes in bf16, in one memory
         assert "set the option max_tokens" in values(lines, "too_many")[0]
 
 

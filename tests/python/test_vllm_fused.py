@@ -155,8 +155,9 @@ class World:
 dp_utils = types.SimpleNamespace(_run_ar=met.append)
 sys.modules["vllm.v1.worker.dp_utils"] = dp_utils
 ranks = types.SimpleNamespace(world=World())
-failed = []
+failed, asked = [], []
 def check():
+    asked.append(1)
     for error in failed:
         raise error
 _vllm_ranks.check_passes = check
@@ -170,7 +171,9 @@ dp_utils._run_ar(2)
 # Ranks may come minutes apart until they serve.
 assert met == [1, "warm", 0, "barrier", 2], met
 later = worker.execute_model("later")
-assert worker.execute_model("now") == "now" and later.get_output() == "tokens"
+assert not asked and later.get_output() == "tokens" and len(asked) == 1
+assert worker.execute_model(None) is None and len(asked) == 1  # sample_tokens() follows
+assert worker.execute_model("now") == "now" and len(asked) == 2
 failed.append(switchyard.Timeout("rank 1 did not do its part"))
 for step in (worker.sample_tokens, worker.execute_dummy_batch, later.get_output, lambda: worker.execute_model("now")):
     try:
