@@ -611,6 +611,7 @@ typedef struct sy_grouped_gemm_spec {
   uint32_t reserved;       // 0
   sy_matrices weights;     // [E, N, K] in any strides, with bias [E, N]; they must outlive the
                            // operator
+  sy_tensor zero;          // of u4 weights, as in sy_layer_weights
 } sy_grouped_gemm_spec;
 #define SY_GROUPED_GEMM_SPEC_INIT                                                 \
   {                                                                               \

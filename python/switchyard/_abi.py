@@ -261,7 +261,7 @@ class RowLayout(Structure):
 class GroupedGemmSpec(Sized):
     _fields_ = [
         ("struct_size", c_uint32), ("has_epilogue", c_int32), ("epilogue", Activation), ("order", c_int32),
-        ("reserved", c_uint32), ("weights", Matrices),
+        ("reserved", c_uint32), ("weights", Matrices), ("zero", Tensor),
     ]
 
 

@@ -139,7 +139,9 @@ class GroupedGemm(Reader):
         Rows and columns of a block of w, not transposed. None: 128 x 128.
     weight_format : {"mxfp4", "int4"}, optional
         The format of a packed w: see docs/four_bit.md. None: it is not packed, or
-        float4_e2m1fn_x2. There are no zero points here: those of "int4" are 8.
+        float4_e2m1fn_x2.
+    w_zero : array, uint8, optional
+        Zero points of "int4", 0 to 15, in the shape of w_scale. None: 8. Not on GPUs.
     compute : str or dtype, optional
         "bf16" or "f8_e4m3"; on a CPU also "f32", on a GPU also "f16". None: by the weights' type;
         for fp16 that is "f32" on a CPU and "f16" on a GPU. Other types of x and w are rounded to
@@ -186,6 +188,7 @@ class GroupedGemm(Reader):
         w_scale: Any = None,
         block: tuple[int, int] | None = None,
         weight_format: WeightFormat | None = None,
+        w_zero: Any = None,
         compute: Any = None,
         max_rows: int = 65536,
         num_threads: int = 0,
@@ -205,6 +208,7 @@ class GroupedGemm(Reader):
         keep = Kept()
         form = _four_bit.format_of("w", w, weight_format)
         _four_bit.refuse_block(form, block)
+        _four_bit.refuse_zero(form, w_zero=w_zero)
         if form is not None:
             weight = _four_bit.weight("w", w, form, transposed, keep)
         else:
@@ -221,6 +225,8 @@ class GroupedGemm(Reader):
             raise MissingTensor("w is float8_e4m3fn; pass w_scale, too")
         if form is not None:
             _four_bit.put_scale("w_scale", w_scale, spec.weights, form, keep)
+            if w_zero is not None:
+                spec.zero = _four_bit.zero("w_zero", w_zero, spec.weights.scale, keep)
         elif w_scale is not None:
             if weight.dtype != _abi.F8_E4M3:
                 raise DTypeMismatch(
@@ -374,6 +380,7 @@ def grouped_gemm(
     w_scale: Any = None,
     block: tuple[int, int] | None = None,
     weight_format: WeightFormat | None = None,
+    w_zero: Any = None,
     x_scale: Any = None,
     layout: Layout = "packed",
     index: Any = None,
@@ -395,7 +402,7 @@ def grouped_gemm(
     x : array [rows, K]
     w : array [E, N, K], or [E, K, N] with `transposed`
     ends : array [E], int32 or int64
-    activation, order, transposed, bias, w_scale, block, weight_format, compute, schedule
+    activation, order, transposed, bias, w_scale, block, weight_format, w_zero, compute, schedule
         See `GroupedGemm`.
     x_scale, layout, index, out, out_layout, out_index, row_weights, products
         See ``GroupedGemm.__call__``.
@@ -412,7 +419,7 @@ def grouped_gemm(
     _check_schedule(schedule)
     rows = _arrays.shape("x", x, 2)[0] if index is None else _arrays.shape("index", index, 1)[0]
     gemm = _cached(
-        rows, w, bias, w_scale, activation=activation, order=order, transposed=transposed, block=block,
+        rows, w, bias, w_scale, w_zero, activation=activation, order=order, transposed=transposed, block=block,
         weight_format=weight_format, compute=compute, schedule=schedule,
     )
     return gemm(
@@ -421,14 +428,14 @@ def grouped_gemm(
     )
 
 
-def _cached(rows: int, w: Any, bias: Any, w_scale: Any, **options: Any) -> GroupedGemm:
-    arrays = (w, bias, w_scale)
-    key = ("grouped_gemm", *map(fingerprint, ("w", "bias", "w_scale"), arrays), tuple(options.items()))
-    small = (bias, w_scale)
+def _cached(rows: int, w: Any, bias: Any, w_scale: Any, w_zero: Any, **options: Any) -> GroupedGemm:
+    names, small = ("bias", "w_scale", "w_zero"), (bias, w_scale, w_zero)
+    arrays = (w, *small)
+    key = ("grouped_gemm", *map(fingerprint, ("w", *names), arrays), tuple(options.items()))
     gemm = find(key, small, lambda made: rows <= made.max_rows)
     if gemm is None:
         most = max(65536, 1 << (rows - 1).bit_length())
-        gemm = GroupedGemm(w, bias=bias, w_scale=w_scale, max_rows=most, **options)
+        gemm = GroupedGemm(w, **dict(zip(names, small)), max_rows=most, **options)
         # The cache must not keep weights alive: it forgets the operator when one of them goes.
         gemm._forget_arrays()
         gemm._parameters = []

@@ -17,8 +17,8 @@
 #include "switchyard/tuner.h"
 
 struct sy_grouped_gemm {
-  // The caller's structs that the weights were made of, and copies of their scales.
-  sy_matrices given;
+  // The caller's struct that the weights were made of, and copies of their scales.
+  sy_grouped_gemm_spec given;
   switchyard::c_api::ScaleCopies scales;
   int max_rows = 0;
   switchyard::GroupedGemm gemm;
@@ -71,7 +71,7 @@ std::unique_ptr<sy_grouped_gemm> create(const sy_grouped_gemm_spec* given_spec,
   }
 
   ScaleCopies scales;
-  const GroupedGemmWeights weights = weights_of(given.weights, asked.backend, scales);
+  const GroupedGemmWeights weights = weights_of(given, asked.backend, scales);
   GroupedGemmSpec spec;
   spec.num_experts = whole("num_experts", given.weights.weight.shape[0]);
   spec.n = whole("n", given.weights.weight.shape[1]);
@@ -80,7 +80,7 @@ std::unique_ptr<sy_grouped_gemm> create(const sy_grouped_gemm_spec* given_spec,
   spec.order = order_of(given.order);
   GroupedGemm gemm(spec, weights, options);
   return std::unique_ptr<sy_grouped_gemm>(
-      new sy_grouped_gemm{given.weights, std::move(scales), asked.max_rows, std::move(gemm)});
+      new sy_grouped_gemm{given, std::move(scales), asked.max_rows, std::move(gemm)});
 }
 
 void refresh(sy_grouped_gemm& gemm, void* stream) {

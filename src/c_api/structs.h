@@ -43,6 +43,9 @@ inline constexpr std::size_t kFirstSize<sy_layer_options> = offsetof(sy_layer_op
 template <>
 inline constexpr std::size_t kFirstSize<sy_layer_weights> = offsetof(sy_layer_weights, gate_zero);
 template <>
+inline constexpr std::size_t kFirstSize<sy_grouped_gemm_spec> = offsetof(sy_grouped_gemm_spec,
+                                                                         zero);
+template <>
 inline constexpr std::size_t kFirstSize<sy_layer_info> = offsetof(sy_layer_info, copies);
 template <>
 inline constexpr std::size_t kFirstSize<sy_exchange_spec> = offsetof(sy_exchange_spec,

@@ -212,6 +212,7 @@ void spread(const std::string& name, const sy_matrices& matrices, std::span<FfnW
   const auto part = [&](const char* tensor) {
     return name.empty() ? std::string(tensor) : name + "." + tensor;
   };
+  const std::string zero_name = name.empty() ? "zero" : name + "_zero";
   if (!is_given(matrices.weight)) {
     if (is_given(matrices.bias)) {
       throw Error(ErrorCode::kMissingTensor,
@@ -219,7 +220,7 @@ void spread(const std::string& name, const sy_matrices& matrices, std::span<FfnW
     }
     if (is_given(zero)) {
       throw Error(ErrorCode::kMissingTensor,
-                  fmt::format("{}_zero is given without {}; pass both", name, part("weight")));
+                  fmt::format("{} is given without {}; pass both", zero_name, part("weight")));
     }
     return;
   }
@@ -237,7 +238,7 @@ void spread(const std::string& name, const sy_matrices& matrices, std::span<FfnW
   const DType dtype = dtype_of(part("weight").c_str(), matrices.weight.dtype);
   if (is_four_bit(matrices.weight)) require_whole_bytes(part("weight"), matrices.weight);
   const Scales scales(part("scale"), matrices, device_type, copies);
-  if (is_given(zero)) check_zero(name + "_zero", zero, matrices, device_type);
+  if (is_given(zero)) check_zero(zero_name, zero, matrices, device_type);
   DType bias_dtype{};
   if (is_given(matrices.bias)) {
     check_tensor(part("bias").c_str(), matrices.bias, 2, device_type);
@@ -484,14 +485,15 @@ MoeWeights weights_of(const sy_layer_weights& given, int num_experts, ExpertRang
   return weights;
 }
 
-GroupedGemmWeights weights_of(const sy_matrices& given, sy_device_type device_type,
+GroupedGemmWeights weights_of(const sy_grouped_gemm_spec& given, sy_device_type device_type,
                               ScaleCopies& copies) {
-  check_tensor("weight", given.weight, 3, device_type);
-  require_within("num_experts", given.weight.shape[0], 1, kMostGroupedExperts);
-  const auto num_experts = static_cast<std::size_t>(given.weight.shape[0]);
+  const sy_tensor& weight = given.weights.weight;
+  check_tensor("weight", weight, 3, device_type);
+  require_within("num_experts", weight.shape[0], 1, kMostGroupedExperts);
+  const auto num_experts = static_cast<std::size_t>(weight.shape[0]);
   std::vector<FfnWeights> experts(num_experts);
-  spread("", given, experts, &FfnWeights::up, &FfnWeights::up_bias,
-         {0, static_cast<int>(num_experts)}, device_type, copies);
+  spread("", given.weights, experts, &FfnWeights::up, &FfnWeights::up_bias,
+         {0, static_cast<int>(num_experts)}, device_type, copies, given.zero);
   GroupedGemmWeights weights;
   for (const FfnWeights& expert : experts) {
     weights.matrices.push_back(expert.up);

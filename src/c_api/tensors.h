@@ -63,7 +63,7 @@ MoeWeights weights_of(const sy_layer_weights& given, int num_experts, ExpertRang
                       sy_device_type device_type, ScaleCopies& copies);
 
 // The weights of a grouped GEMM, [E, N, K].
-GroupedGemmWeights weights_of(const sy_matrices& given, sy_device_type device_type,
+GroupedGemmWeights weights_of(const sy_grouped_gemm_spec& given, sy_device_type device_type,
                               ScaleCopies& copies);
 
 }  // namespace switchyard::c_api

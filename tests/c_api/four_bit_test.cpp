@@ -192,6 +192,44 @@ TEST_F(FourBits, WeightsOfAnEarlierVersionHaveNoZeroPoints) {
           [&] { weights_.struct_size -= 1; });
 }
 
+TEST_F(FourBits, ZeroPointsOfAGroupedGemm) {
+  int4();
+  std::vector<std::uint8_t> zero(kNumExperts * kIntermediate * 2, 8);
+  std::fill(zero.begin() + kIntermediate * 2, zero.end(), 6);
+  sy_grouped_gemm_spec spec = SY_GROUPED_GEMM_SPEC_INIT;
+  spec.weights = weights_.up;
+  spec.zero = tensor(zero, SY_U8, {kNumExperts, kIntermediate, 2});
+  sy_grouped_gemm_options options = SY_GROUPED_GEMM_OPTIONS_INIT;
+  options.compute = SY_F32;
+  sy_grouped_gemm* gemm = nullptr;
+  const auto outputs = [&] {
+    EXPECT_EQ(sy_grouped_gemm_create(&spec, &options, &gemm), SY_OK) << last_error().message;
+    std::vector<float> x(kNumExperts * kHidden, 1.0f), out(kNumExperts * kIntermediate);
+    std::vector<std::int32_t> ends{1, 2};
+    sy_grouped_gemm_call call = SY_GROUPED_GEMM_CALL_INIT;
+    call.x = tensor(x, SY_F32, {kNumExperts, kHidden});
+    call.ends = tensor(ends, SY_I32, {kNumExperts});
+    call.out = tensor(out, SY_F32, {kNumExperts, kIntermediate});
+    EXPECT_EQ(sy_grouped_gemm_run(gemm, &call), SY_OK) << last_error().message;
+    EXPECT_EQ(sy_grouped_gemm_destroy(&gemm), SY_OK);
+    return std::pair(out.front(), out.back());
+  };
+  // Codes are 9, and scales 1 and 2.
+  EXPECT_EQ(outputs(), std::pair(1.0f * kHidden, 6.0f * kHidden));
+  const auto is_refused = [&](sy_status status, const char* text) {
+    EXPECT_EQ(sy_grouped_gemm_create(&spec, &options, &gemm), status);
+    EXPECT_THAT(last_error().message, HasSubstr(text));
+  };
+  zero[7] = 16;
+  is_refused(SY_INVALID_ARGUMENT, "matrices[0]'s zero point of row 3, columns 32 to 63 is 16");
+  zero[7] = 8;
+  spec.zero.shape[2] = 1;
+  is_refused(SY_SHAPE_MISMATCH, "zero is [2, 32, 1], but the scales are [2, 32, 2]");
+  spec.zero.ndim = 77;  // beyond what the caller says it has
+  spec.struct_size = offsetof(sy_grouped_gemm_spec, zero);
+  EXPECT_EQ(outputs(), std::pair(1.0f * kHidden, 2.0f * kHidden));
+}
+
 TEST_F(FourBits, RefuseOddLayouts) {
   refused(SY_UNSUPPORTED, "up.weight [2, 32, 64] has columns 2 elements apart",
           [&] { weights_.up.weight.strides[2] = 2; });

@@ -8,7 +8,7 @@ import torch
 
 import switchyard
 from conftest import run_ranks
-from reference import FP4, Packed, as_words, error, experts, routing
+from reference import FP4, Packed, as_words, error, experts, four_bit_values, routing
 from switchyard import Activation, Experts, GroupedGemm, Numerics, Placement
 
 E, I, H, K, T = 5, 64, 288, 2, 19  # E is what Packed has
@@ -95,12 +95,23 @@ def test_scales_of_int4(batch, dtype, zero):
     check(layer, batch, matrices)
 
 
-def test_groups_of_128():
-    w = Packed("int4", 48, 256, group=128)
-    gemm = GroupedGemm(w.bytes, weight_format="int4", w_scale=w.scale, compute="f32")
-    x = torch.randn(E, 256)
-    out = gemm(x, torch.arange(1, E + 1))
-    assert error(out, (w.exact @ x.double()[:, :, None])[:, :, 0]) < F32_ERROR
+@pytest.mark.parametrize("zero", [False, True])
+@pytest.mark.parametrize("group", [32, 128])
+def test_groups_and_zero_points_of_grouped_gemms(group, zero):
+    w = Packed("int4", 48, 256, group=group, zero=zero)
+    given = dict(weight_format="int4", w_scale=w.scale, w_zero=w.zero, compute="f32")
+    x, ends = torch.randn(E, 256), torch.arange(1, E + 1)
+
+    def exact():
+        return (four_bit_values("int4", w.bytes, w.scale, w.zero) @ x.double()[:, :, None])[:, :, 0]
+
+    gemm = GroupedGemm(w.bytes, **given)
+    assert error(gemm(x, ends), exact()) < F32_ERROR
+    for _ in range(2):
+        assert error(switchyard.grouped_gemm(x, w.bytes, ends, **given), exact()) < F32_ERROR
+        if zero:
+            w.zero.copy_(15 - w.zero)  # in place, which both see
+            assert error(gemm(x, ends), exact()) < F32_ERROR
 
 
 def test_dtypes_of_torch_name_the_format(batch):
@@ -367,10 +378,15 @@ def test_values_that_are_no_numbers_are_named():
     w.scale[1, 2, 1] = float("nan")
     with pytest.raises(switchyard.InvalidArgument, match=r"matrices\[1\]'s scale of row 2, columns 32 to 63 is NaN"):
         GroupedGemm(w.bytes, weight_format="int4", w_scale=w.scale)
+    w = Packed("int4", 8, 64, zero=True)
+    w.zero[1, 2, 1] = 16
+    with pytest.raises(switchyard.InvalidArgument, match=r"matrices\[1\]'s zero point of row 2, columns 32 to 63 is 16"):
+        GroupedGemm(w.bytes, weight_format="int4", w_scale=w.scale, w_zero=w.zero)
 
 
 def test_grouped_gemms_refuse_what_layers_do():
     w = Packed("int4", 8, 64)
+    zero = torch.zeros_like(w.scale, dtype=torch.uint8)
     for change, kind, text in [
         (dict(weight_format=None), switchyard.DTypeMismatch, "w is uint8; if it holds weights of four bits"),
         (dict(weight_format="fp4"), switchyard.InvalidArgument, "weight_format is 'fp4'"),
@@ -378,6 +394,9 @@ def test_grouped_gemms_refuse_what_layers_do():
         (dict(block=(1, 32)), switchyard.InvalidArgument, "block is (1, 32), but weight_format"),
         (dict(compute="f8_e4m3"), switchyard.InvalidArgument, "compute type f8_e4m3, but matrices[0] is u4"),
         (dict(w=w.bytes[:, :, :24]), switchyard.ShapeMismatch, "which is 48 columns"),
+        (dict(w_zero=zero[:, :, :1]), switchyard.ShapeMismatch, "w_zero is (5, 8, 1); the scales are (5, 8, 2)"),
+        (dict(w_zero=zero.int()), switchyard.DTypeMismatch, "w_zero is i32; pass uint8"),
+        (dict(weight_format="mxfp4", w_zero=zero), switchyard.InvalidArgument, "w_zero is given, but weight_format is 'mxfp4'"),
     ]:
         with pytest.raises(kind) as caught:
             GroupedGemm(**(dict(w=w.bytes, weight_format="int4", w_scale=w.scale) | change))
