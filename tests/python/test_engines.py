@@ -1,9 +1,11 @@
 """bench/engines.py without an engine: the weights that it fills in, and the comparison that must find a wrong token."""
 
 import json
+import os
 import pickle
 import random
 import sys
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -122,8 +124,6 @@ def test_ranks_have_the_experts_of_one_engine():
 
 def one_of(args, what):
     if what == "die":
-        import os
-
         os._exit(3)
     if args.rank is None:
         return what
@@ -146,6 +146,35 @@ def test_engines_of_several_ranks():
     assert engine_ranks.joined_times([first, second]) == {
         (8, 128): {"tpot_ms": 2.5, "times_ms": [2.5, 3.0], "tokens_per_s": 190.0}
     }
+
+
+class FailingEngine:
+    """Of two ranks, whose front end says so when one fails, or ends."""
+
+    vocabulary = 128
+
+    def __init__(self, path, backend, purpose, *, more, ranks, reserved_sms):
+        assert ranks == 2
+        self.failed = threading.Event()
+
+    def generate(self, prompts, tokens):
+        assert len(prompts) == 16 and self.failed.wait(60)
+        raise ValueError("rank 1 ended")
+
+    def fail(self, how):
+        if how == "kill":
+            os._exit(1)
+        self.failed.set()
+
+
+@pytest.mark.parametrize("how,text", [("stop", "ValueError: rank 1 ended"), ("kill", "rank 0: the process died")])
+def test_an_engine_of_several_ranks_that_fails(monkeypatch, tmp_path, how, text):
+    monkeypatch.setattr(engines, "FAIL_AFTER_S", 0.2)
+    args = SimpleNamespace(
+        engines=1, gpus=2, layers=1, more={}, reserved_sms=2, adapter=SimpleNamespace(Engine=FailingEngine)
+    )
+    said, seconds = engines.failed(args, engines.Cell("olmoe:bf16:switchyard"), tmp_path, how)
+    assert said == text and 0 < seconds < 60
 
 
 class OtherProcess:
