@@ -38,12 +38,8 @@ TEST(HostExperts, ATokenCrossesOnceForEachHostAndASumComesBack) {
   const MoeWeights weights = make_weights(spec, DType::kF32, 4, 1);
   const Batch batch = routed_batch(spec, 100, DType::kF32, 7);
   const Shares shares = Shares::of({30, 0, 25, 20, 25, 0});
-  LayerOptions options;
-  const BatchResult result =
-      run_over({2, 2, 2}, spec, weights, batch, shares, DType::kF32, options);
-  options.max_tokens = 100;
-  const BatchResult expected = run_batch(spec, weights, batch, shares, DType::kF32, options);
-  EXPECT_LE(distance(result, expected), 1e-6);
+  const BatchResult result = run_over({2, 2, 2}, spec, weights, batch, shares, DType::kF32);
+  EXPECT_LE(distance(result, run_on_one_host(spec, weights, batch, shares)), 1e-6);
   // 4 experts a rank: the hosts' are [0, 8), [8, 16) and the rest.
   const auto host_of_expert = [](int e) { return e / 8; };
   std::uint64_t crossings = 0, rows_back = 0, sent = 0;
@@ -107,12 +103,9 @@ TEST(HostExperts, WeighsInputsAndAddsSharedExperts) {
       const MoeWeights weights = make_weights(spec, DType::kF32, 4, 1);
       const Batch batch = routed_batch(spec, 120, DType::kF32, 7);
       const Shares shares = Shares::of({60, 1, 59});
-      LayerOptions options;
       const BatchResult result =
           run_over_three(networks_reach_devices, spec, weights, batch, shares, DType::kF32);
-      options.max_tokens = 120;
-      EXPECT_LE(distance(result, run_batch(spec, weights, batch, shares, DType::kF32, options)),
-                1e-6);
+      EXPECT_LE(distance(result, run_on_one_host(spec, weights, batch, shares)), 1e-6);
     }
   }
 }
@@ -173,9 +166,7 @@ TEST(HostExperts, DropsOverCapacityAsOneHostDoes) {
   const MoeWeights weights = make_weights(spec, DType::kF32, 4, 1);
   const Batch batch = routed_batch(spec, 90, DType::kF32, 7);
   const Shares shares = Shares::of({30, 30, 30});
-  LayerOptions alone;
-  alone.max_tokens = 90;
-  const BatchResult expected = run_batch(spec, weights, batch, shares, DType::kF32, alone);
+  const BatchResult expected = run_on_one_host(spec, weights, batch, shares);
   for (const bool networks_reach_devices : {false, true}) {
     SCOPED_TRACE(name_of(networks_reach_devices));
     const BatchResult result =
@@ -202,9 +193,7 @@ TEST(HostExperts, UsesPlacesOfExperts) {
   for (const std::int32_t e : options.placement.expert_at) {
     weights.experts.push_back(all.experts[static_cast<std::size_t>(e)]);
   }
-  LayerOptions alone;
-  alone.max_tokens = 80;
-  const BatchResult expected = run_batch(spec, all, batch, shares, DType::kF32, alone);
+  const BatchResult expected = run_on_one_host(spec, all, batch, shares);
   for (const bool networks_reach_devices : {false, true}) {
     const BatchResult result = run_over({2, 2}, spec, weights, batch, shares, DType::kF32, options,
                                         {}, networks_reach_devices);
@@ -218,12 +207,8 @@ TEST(HostExperts, RanksHaveOtherNumbersOfExpertsThanInALayerOfTheirOwn) {
   const MoeWeights weights = make_weights(spec, DType::kF32, 4, 1);
   const Batch batch = routed_batch(spec, 60, DType::kF32, 7);
   const Shares shares = Shares::even(60, 6);
-  LayerOptions options;
-  const BatchResult result =
-      run_over({2, 2, 2}, spec, weights, batch, shares, DType::kF32, options);
-  options.max_tokens = 60;
-  const BatchResult expected = run_batch(spec, weights, batch, shares, DType::kF32, options);
-  EXPECT_LE(distance(result, expected), 1e-6);
+  const BatchResult result = run_over({2, 2, 2}, spec, weights, batch, shares, DType::kF32);
+  EXPECT_LE(distance(result, run_on_one_host(spec, weights, batch, shares)), 1e-6);
   std::vector<std::int64_t> rows(8), counted(8);
   for (const std::int32_t e : batch.topk_ids) ++rows[static_cast<std::size_t>(e)];
   for (const ForwardStats& stats : result.stats) {
@@ -247,7 +232,7 @@ TEST(HostExperts, NewWeightsAreUsed) {
     test::ChaosHosts hosts;
     hosts.ranks_of_hosts = {1, 1, 1};
     hosts.chaos.takes_device_memory = networks_reach_devices;
-    expect_nothing_thrown(test::run_over_chaos(hosts, [&](World world) {
+    test::expect_nothing_thrown(test::run_over_chaos(hosts, [&](World world) {
       Staged staged = make_staged(world, spec, before, options, 50, networks_reach_devices);
       forward(staged, batch, shares, world.rank(), result);
       world.barrier();
@@ -270,7 +255,7 @@ TEST(HostExperts, TheWorldOutlivesALayerThatFailed) {
   std::atomic<int> told{0};
   test::ChaosHosts hosts;
   hosts.ranks_of_hosts = {2, 2};
-  expect_nothing_thrown(test::run_over_chaos(hosts, [&](const World& world) {
+  test::expect_nothing_thrown(test::run_over_chaos(hosts, [&](const World& world) {
     {
       LayerOptions short_lived = options;
       short_lived.deadline = milliseconds(300);
@@ -333,7 +318,7 @@ TEST_P(HostExpertsFault, EveryOtherRankNamesTheOneThatStops) {
     EXPECT_LT(took, milliseconds(1500) + test::kGenerous);
     if (world.rank() != fault.rank) ++told;
   });
-  expect_nothing_thrown(thrown);
+  test::expect_nothing_thrown(thrown);
 }
 
 INSTANTIATE_TEST_SUITE_P(Ranks, HostExpertsFault,
@@ -409,7 +394,7 @@ TEST(HostsChaos, LayersInTwoLevelsAreRight) {
          })) {
       if (!failure) continue;
       ++hangs;
-      expect_nothing_thrown({failure});
+      test::expect_nothing_thrown({failure});
       break;
     }
     for (std::size_t pass = 0; pass < kPasses; ++pass) {

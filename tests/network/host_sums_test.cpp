@@ -45,16 +45,6 @@ std::string name_of(const test::ChaosHosts& hosts) {
   return text;
 }
 
-void expect_nothing_thrown(const std::vector<std::exception_ptr>& thrown) {
-  for (const std::exception_ptr& failure : thrown) {
-    try {
-      if (failure) std::rethrow_exception(failure);
-    } catch (const std::exception& error) {
-      ADD_FAILURE() << error.what();
-    }
-  }
-}
-
 // The rows of all slots: a batch in which each slot is a token of its own. An expert has the same
 // rows in the same order as in the layer's pass, so they have the same bits.
 Matrix rows_of_slots(LayerSpec spec, MoeWeights weights, const Batch& batch) {
@@ -191,7 +181,7 @@ TEST(HostsChaosSums, LayersHaveTheBitsOfAPlainLoop) {
       results.push_back(empty_result(spec, batches.back(), ranks, DType::kF32));
     }
     const int late = numbers.between(-1, ranks - 1);
-    expect_nothing_thrown(test::run_over_chaos(hosts, [&](const World& world) {
+    test::expect_nothing_thrown(test::run_over_chaos(hosts, [&](const World& world) {
       LayerOptions options;
       options.max_tokens = 40;
       options.cpu.num_threads = world.rank() % 2 + 1;
@@ -242,7 +232,7 @@ TEST_P(HostsChaosSumsOver, AccurateAndTheSameBitsHoweverManyRanksAHostHas) {
       const Shares shares = Shares::even(tokens, ranks);
       BatchResult result = empty_result(spec, batch, ranks, DType::kBF16);
       std::atomic<std::uint64_t> sent{0};
-      expect_nothing_thrown(test::run_over_chaos(hosts, [&](const World& world) {
+      test::expect_nothing_thrown(test::run_over_chaos(hosts, [&](const World& world) {
         LayerOptions options;
         options.max_tokens = static_cast<int>(tokens);
         options.cpu.num_threads = 1;
@@ -280,7 +270,7 @@ TEST(HostsChaosSums, Fp8LayersAreAccurate) {
   BatchResult result = empty_result(spec, batch, 4, DType::kBF16);
   test::ChaosHosts hosts;
   hosts.ranks_of_hosts = {2, 2};
-  expect_nothing_thrown(test::run_over_chaos(hosts, [&](const World& world) {
+  test::expect_nothing_thrown(test::run_over_chaos(hosts, [&](const World& world) {
     LayerOptions options;
     options.max_tokens = 15;
     options.cpu.num_threads = 1;
@@ -315,7 +305,7 @@ TEST(HostsChaosSums, ExchangesSumWithinTheRoundings) {
       batches.emplace_back(spec, ranks, DType::kBF16, seed * 8 + b);
     }
     std::vector<int> wrong(static_cast<std::size_t>(ranks), 0), changed(wrong);
-    expect_nothing_thrown(test::run_over_chaos(hosts, [&](const World& world) {
+    test::expect_nothing_thrown(test::run_over_chaos(hosts, [&](const World& world) {
       ExchangeOptions options;
       options.num_threads = world.rank() % 2 + 1;
       Exchange exchange(world, spec, options);
@@ -372,7 +362,7 @@ TEST(HostsChaosSums, TheRankThatStallsIsNamed) {
   BatchResult result = empty_result(spec, batch, 4, DType::kF32);
   for (const int culprit : {2, 3}) {
     std::atomic<int> have_failed{0};
-    expect_nothing_thrown(test::run_over_chaos(hosts, [&](const World& world) {
+    test::expect_nothing_thrown(test::run_over_chaos(hosts, [&](const World& world) {
       LayerOptions options;
       options.max_tokens = 16;
       options.cpu.num_threads = 1;
@@ -409,7 +399,7 @@ TEST(HostsChaosSums, LayersShareAWorkspace) {
         {Matrix::random(60, spec.hidden, DType::kF32, 7), routing.ids, routing.weights, {}});
     results.push_back(empty_result(spec, batches.back(), 5, DType::kF32));
   }
-  expect_nothing_thrown(test::run_over_chaos(hosts, [&](const World& world) {
+  test::expect_nothing_thrown(test::run_over_chaos(hosts, [&](const World& world) {
     WorkspaceOptions room;
     room.max_tokens = 20;
     room.compute = DType::kF32;
@@ -449,7 +439,7 @@ TEST(HostsChaosSums, RanksThatDisagreeAreTold) {
   const auto expect_refused = [](const auto& make) {
     EXPECT_ERROR(make(), kSpecMismatch, "pre_sum_per_host");
   };
-  expect_nothing_thrown(test::run_over_chaos(hosts, [&](const World& world) {
+  test::expect_nothing_thrown(test::run_over_chaos(hosts, [&](const World& world) {
     LayerOptions options;
     options.pre_sum_per_host = world.rank() == 1;
     expect_refused([&] { MoeLayer(world, spec, weights, options); });

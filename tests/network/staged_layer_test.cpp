@@ -149,7 +149,7 @@ TEST(StagedLayer, ReplaysArePassesOfTheirOwn) {
   }
   test::ChaosHosts hosts;
   hosts.ranks_of_hosts = kHosts;
-  expect_nothing_thrown(test::run_over_chaos(hosts, [&](const World& world) {
+  test::expect_nothing_thrown(test::run_over_chaos(hosts, [&](const World& world) {
     Staged staged = make_staged(world, spec, weights, options);
     const auto first =
         static_cast<std::size_t>(shares.first[static_cast<std::size_t>(world.rank())]);
@@ -197,7 +197,7 @@ TEST(StagedLayer, ABadIdIsToldOnceAndTheLayerLives) {
   options.max_tokens = 3;
   test::ChaosHosts hosts;
   hosts.ranks_of_hosts = kHosts;
-  expect_nothing_thrown(test::run_over_chaos(hosts, [&](const World& world) {
+  test::expect_nothing_thrown(test::run_over_chaos(hosts, [&](const World& world) {
     Staged staged = make_staged(world, spec, weights, options);
     if (world.rank() == 0) {
       EXPECT_ERROR(forward(staged, bad, shares, 0, result), kInvalidArgument,

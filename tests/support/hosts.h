@@ -107,4 +107,14 @@ inline std::vector<std::exception_ptr> run_over_chaos(
   return thrown;
 }
 
+inline void expect_nothing_thrown(const std::vector<std::exception_ptr>& thrown) {
+  for (const std::exception_ptr& failure : thrown) {
+    try {
+      if (failure) std::rethrow_exception(failure);
+    } catch (const std::exception& error) {
+      ADD_FAILURE() << error.what();
+    }
+  }
+}
+
 }  // namespace switchyard::test

@@ -46,14 +46,11 @@ inline double distance(const BatchResult& result, const BatchResult& expected) {
                                    std::vector<double>(values.begin(), values.end()));
 }
 
-inline void expect_nothing_thrown(const std::vector<std::exception_ptr>& thrown) {
-  for (const std::exception_ptr& failure : thrown) {
-    try {
-      if (failure) std::rethrow_exception(failure);
-    } catch (const std::exception& error) {
-      ADD_FAILURE() << error.what();
-    }
-  }
+// The same batch in a layer of one host, in fp32.
+inline BatchResult run_on_one_host(const LayerSpec& spec, const MoeWeights& weights,
+                                   const Batch& batch, const Shares& shares) {
+  return run_batch(spec, weights, batch, shares, DType::kF32,
+                   {.max_tokens = static_cast<int>(batch.x.rows())});
 }
 
 inline BatchResult run_over(const std::vector<int>& ranks_of_hosts, const LayerSpec& spec,
@@ -65,7 +62,7 @@ inline BatchResult run_over(const std::vector<int>& ranks_of_hosts, const LayerS
   options.max_tokens = static_cast<int>(batch.x.rows());
   BatchResult result = empty_result(spec, batch, static_cast<int>(shares.count.size()), output),
               again = result;
-  expect_nothing_thrown(test::run_over_chaos(hosts, [&](const World& world) {
+  test::expect_nothing_thrown(test::run_over_chaos(hosts, [&](const World& world) {
     Staged staged = make_staged(world, spec, weights, options, 50, networks_reach_devices);
     forward(staged, batch, shares, world.rank(), result, adjust);
     forward(staged, batch, shares, world.rank(), again, adjust);
