@@ -178,10 +178,7 @@ void stop_process(int signal, std::uint64_t seed) {
     std::atomic<pid_t> stopped;
     std::atomic<int> done;
   };
-  void* const memory =
-      ::mmap(nullptr, sizeof(Shared), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
-  ASSERT_NE(memory, MAP_FAILED);
-  Shared* const shared = new (memory) Shared{};
+  test::SharedWithChildren<Shared> shared;
   const std::string rendezvous = test::fresh_rendezvous();
   const std::vector<int> codes = test::run_processes(kRanks, [&](int rank) {
     const World world = World::processes(rank, kRanks, options_of(rendezvous));
@@ -200,7 +197,6 @@ void stop_process(int signal, std::uint64_t seed) {
     // The last one lets the stopped rank go on, which then says the same.
     if (signal == SIGSTOP && ++shared->done == kRanks - 1) ::kill(shared->stopped, SIGCONT);
   });
-  ::munmap(memory, sizeof(Shared));
   for (int rank = 0; rank < kRanks; ++rank) {
     const bool killed = rank == kStopped && signal == SIGKILL;
     EXPECT_EQ(codes[static_cast<std::size_t>(rank)], killed ? test::kKilled : 0) << "rank " << rank;

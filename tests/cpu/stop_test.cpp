@@ -119,10 +119,7 @@ void try_processes(const Trial& trial) {
     std::atomic<bool> stopping;
     char words[8][400];
   };
-  void* const memory =
-      ::mmap(nullptr, sizeof(Shared), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
-  ASSERT_NE(memory, MAP_FAILED);
-  Shared* const shared = new (memory) Shared{};
+  test::SharedWithChildren<Shared> shared;
   const std::string rendezvous = test::fresh_rendezvous();
   std::vector<pid_t> pids;
   for (int rank = 0; rank < trial.ranks; ++rank) {
@@ -188,7 +185,6 @@ void try_processes(const Trial& trial) {
     ::kill(victim, SIGCONT);
     expect_name(trial.victim);
   }
-  ::munmap(memory, sizeof(Shared));
 }
 
 // As threads of this process. The victim is held until all others have failed.

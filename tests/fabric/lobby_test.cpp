@@ -149,12 +149,7 @@ TEST_F(LobbyTest, WithoutDescriptorsTheOldestMakesRoom) {
   const UniqueFd oldest = connect();
   lobby_.take_turn();
   const UniqueFd newest = connect();
-  std::vector<UniqueFd> hoard;
-  for (;;) {
-    UniqueFd fd(::fcntl(STDERR_FILENO, F_DUPFD_CLOEXEC, 0));
-    if (!fd) break;
-    hoard.push_back(std::move(fd));
-  }
+  std::vector<UniqueFd> hoard = hoard_fds(0);
   lobby_.take_turn();
   hoard.clear();
   EXPECT_TRUE(hung_up(oldest));

@@ -355,18 +355,6 @@ TEST(ProcessFabric, FailedWorldsLeakNothingAndTheNextWorks) {
 // UndefinedBehaviorSanitizer opens a pipe to check a virtual call, and fails without descriptors.
 #ifndef __SANITIZE_ADDRESS__
 
-// All descriptors that this process may still open, except `spare`.
-std::vector<UniqueFd> hoard_fds(std::size_t spare) {
-  std::vector<UniqueFd> hoard;
-  for (;;) {
-    UniqueFd fd(::fcntl(STDERR_FILENO, F_DUPFD_CLOEXEC, 0));
-    if (!fd) break;
-    hoard.push_back(std::move(fd));
-  }
-  hoard.resize(hoard.size() - spare);
-  return hoard;
-}
-
 TEST(ProcessFabric, ARankWithoutFreeDescriptorsFailsAllButNotTheWorld) {
   expect_world(2, [&](World& world) {
     const int rank = world.rank();

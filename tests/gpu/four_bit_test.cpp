@@ -9,6 +9,7 @@
 
 #include "gpu/device.h"
 #include "support/device_batch.h"
+#include "support/device_ranks.h"
 #include "support/fp8.h"
 #include "support/layers.h"
 #include "switchyard/grouped_gemm.h"
@@ -21,7 +22,7 @@ using ::testing::HasSubstr;
 constexpr DType kMxfp4 = DType::kF4E2M1, kInt4 = DType::kU4;
 
 // Kernels multiply experts of one type, so there is no shared expert.
-LayerSpec routed(LayerSpec spec) {
+LayerSpec without_shared(LayerSpec spec) {
   spec.hidden = 288;
   spec.intermediate = 320;
   spec.shared_intermediate = 0;
@@ -32,7 +33,7 @@ LayerSpec routed(LayerSpec spec) {
 using EveryModelInFourBitsOnGpu = OnGpu<::testing::TestWithParam<std::tuple<ModelEntry, DType>>>;
 
 TEST_P(EveryModelInFourBitsOnGpu, IsAsGoodAsAStraightforwardProgram) {
-  const LayerSpec spec = routed(small_spec(std::get<0>(GetParam())));
+  const LayerSpec spec = without_shared(small_spec(std::get<0>(GetParam())));
   const MoeWeights w = make_weights(spec, std::get<1>(GetParam()), 11, 1);
   DeviceLayer layer(spec, w, 1000);
   EXPECT_EQ(layer.layer().compute(), DType::kBF16);
@@ -56,15 +57,6 @@ BatchResult run_on_gpu(const LayerSpec& spec, const MoeWeights& weights, const B
   return DeviceLayer(spec, weights, tokens).run(batch, DType::kBF16);
 }
 
-Batch batch_of(const LayerSpec& spec, std::int64_t tokens, double beta) {
-  SyntheticRouting routing =
-      synthetic_routing(static_cast<int>(tokens), spec.num_experts, spec.top_k, beta, 9);
-  return {Matrix::random(tokens, spec.hidden, DType::kBF16, 17),
-          std::move(routing.ids),
-          std::move(routing.weights),
-          {}};
-}
-
 TEST_F(GpuFourBits, EverySkewTileHeightAndSize) {
   for (const DType dtype : {kMxfp4, kInt4}) {
     for (const auto& [hidden, intermediate] :
@@ -79,7 +71,7 @@ TEST_F(GpuFourBits, EverySkewTileHeightAndSize) {
             SCOPED_TRACE(::testing::Message()
                          << to_string(dtype) << " " << hidden << " x " << intermediate << " gated "
                          << gated << " beta " << beta << " T " << tokens);
-            const Batch batch = batch_of(spec, tokens, beta);
+            const Batch batch = routed(spec, tokens, beta);
             expect_accurate(spec, w, batch, run_on_gpu(spec, w, batch));
             if (HasFailure()) return;
           }
@@ -99,7 +91,7 @@ void expect_accurate_in_fp8(const LayerSpec& spec, const MoeWeights& w, const Ba
 using EveryModelInMxfp4OnGpu = OnGpu<::testing::TestWithParam<ModelEntry>>;
 
 TEST_P(EveryModelInMxfp4OnGpu, IsAsGoodWithTokensInFp8) {
-  const LayerSpec spec = routed(small_spec(GetParam()));
+  const LayerSpec spec = without_shared(small_spec(GetParam()));
   const MoeWeights w = make_weights(spec, kMxfp4, 11, 1);
   DeviceLayer layer(spec, w, 1000, {.compute = kFp8});
   EXPECT_EQ(layer.layer().compute(), kFp8);
@@ -122,7 +114,7 @@ TEST_F(GpuFourBits, EverySkewTileHeightAndSizeWithTokensInFp8) {
         for (const int tokens : {5, 30, 300, 1500}) {
           SCOPED_TRACE(::testing::Message() << hidden << " x " << intermediate << " gated " << gated
                                             << " beta " << beta << " T " << tokens);
-          const Batch batch = batch_of(spec, tokens, beta);
+          const Batch batch = routed(spec, tokens, beta);
           expect_accurate_in_fp8(
               spec, w, batch,
               DeviceLayer(spec, w, tokens, {.compute = kFp8}).run(batch, DType::kBF16));
@@ -136,7 +128,7 @@ TEST_F(GpuFourBits, EverySkewTileHeightAndSizeWithTokensInFp8) {
 // E4M3 has the codes of a row exactly within 14 octaves of its largest scale. Groups of zeros may
 // have any scale.
 TEST_F(GpuFourBits, ScalesWithinFourteenOctavesAreExactWithTokensInFp8) {
-  const LayerSpec spec = routed({.num_experts = 6, .top_k = 2});
+  const LayerSpec spec = without_shared({.num_experts = 6, .top_k = 2});
   for (const int octaves : {1, 8, 15}) {
     SCOPED_TRACE(octaves);
     MoeWeights weights = make_weights(spec, kMxfp4);
@@ -155,7 +147,7 @@ TEST_F(GpuFourBits, ScalesWithinFourteenOctavesAreExactWithTokensInFp8) {
       m.data = data.data();
     });
     for (const int tokens : {20, 70}) {
-      const Batch batch = batch_of(spec, tokens, 0.5);
+      const Batch batch = routed(spec, tokens, 0.5);
       expect_accurate_in_fp8(
           spec, weights, batch,
           DeviceLayer(spec, weights, tokens, {.compute = kFp8}).run(batch, DType::kBF16));
@@ -172,7 +164,7 @@ TEST_F(GpuFourBits, ScalesWithinFourteenOctavesAreExactWithTokensInFp8) {
 }
 
 TEST_F(GpuFourBits, ScalesOfEveryKind) {
-  const LayerSpec spec = routed({.num_experts = 6, .top_k = 2});
+  const LayerSpec spec = without_shared({.num_experts = 6, .top_k = 2});
   for (const int octaves : {1, 7, 20, 100}) {
     SCOPED_TRACE(octaves);
     MoeWeights weights = make_weights(spec, kMxfp4);
@@ -184,13 +176,13 @@ TEST_F(GpuFourBits, ScalesOfEveryKind) {
       }
       m.scale = of.data();
     });
-    const Batch batch = batch_of(spec, 70, 0.5);
+    const Batch batch = routed(spec, 70, 0.5);
     expect_accurate(spec, weights, batch, run_on_gpu(spec, weights, batch));
   }
 }
 
 TEST_F(GpuFourBits, ScalesThatHaveNoNumberAreReported) {
-  const LayerSpec spec = routed({.num_experts = 6, .top_k = 2});
+  const LayerSpec spec = without_shared({.num_experts = 6, .top_k = 2});
   for (const auto& [code, error, words] : {std::tuple{255, ErrorCode::kInvalidArgument, "is NaN"},
                                            {129, ErrorCode::kUnsupported, "is 2^2"}}) {
     MoeWeights weights = make_weights(spec, kMxfp4);
@@ -205,7 +197,7 @@ TEST_F(GpuFourBits, ScalesThatHaveNoNumberAreReported) {
 }
 
 TEST_F(GpuFourBits, NonsenseIsRefused) {
-  LayerSpec spec = routed({.num_experts = 6, .top_k = 2});
+  LayerSpec spec = without_shared({.num_experts = 6, .top_k = 2});
   const auto message = [&](const MoeWeights& weights, LayerOptions options = {}) {
     return test::error_of(ErrorCode::kUnsupported,
                           [&] { DeviceLayer layer(spec, weights, 10, options); });
@@ -222,13 +214,13 @@ TEST_F(GpuFourBits, NonsenseIsRefused) {
 
 // 2,000 passes of the same tokens, of few and of many.
 TEST_F(GpuFourBits, TheSameBitsOnEveryRepetition) {
-  const LayerSpec spec = routed({.num_experts = 16, .top_k = 4});
+  const LayerSpec spec = without_shared({.num_experts = 16, .top_k = 4});
   for (const auto& [dtype, compute] :
        {std::pair{kMxfp4, DType::kBF16}, {kInt4, DType::kBF16}, {kMxfp4, kFp8}}) {
     const MoeWeights w = make_weights(spec, dtype);
     for (const int tokens : {3, 400}) {
       DeviceLayer layer(spec, w, tokens, {.compute = compute});
-      const Batch batch = batch_of(spec, tokens, 0.5);
+      const Batch batch = routed(spec, tokens, 0.5);
       const BatchResult first = layer.run(batch, DType::kBF16);
       for (int repetition = 0; repetition < 500; ++repetition) {
         ASSERT_TRUE(layer.run(batch, DType::kBF16).output == first.output)

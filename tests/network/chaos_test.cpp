@@ -41,11 +41,7 @@ struct Trial {
       hosts.ranks_of_hosts.push_back(numbers.between(1, num_hosts == 4 ? 2 : 3));
       ranks += hosts.ranks_of_hosts.back();
     }
-    hosts.chaos.seed = seed;
-    hosts.chaos.longest_delay = std::chrono::microseconds(numbers.between(0, 400));
-    hosts.chaos.full_queue = numbers.between(0, 3) * 0.1;
-    hosts.windows.window = static_cast<std::uint32_t>(numbers.between(1, 3));
-    hosts.windows.chunk_bytes = static_cast<std::uint32_t>(numbers.between(32, 80) * 64);
+    test::draw_network(hosts, numbers, seed);
   }
   std::string name() const {
     std::string text = "seed " + std::to_string(seed) + ": ranks on hosts";

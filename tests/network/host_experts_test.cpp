@@ -348,11 +348,7 @@ TEST(HostsChaos, LayersInTwoLevelsAreRight) {
     hosts.ranks_of_hosts.assign(static_cast<std::size_t>(num_hosts), ranks_of_host);
     hosts.in_turn = numbers.between(0, 2) == 0;
     hosts.chaos.takes_device_memory = reached;
-    hosts.chaos.seed = seed;
-    hosts.chaos.longest_delay = std::chrono::microseconds(numbers.between(0, 400));
-    hosts.chaos.full_queue = numbers.between(0, 3) * 0.1;
-    hosts.windows.window = static_cast<std::uint32_t>(numbers.between(1, 3));
-    hosts.windows.chunk_bytes = static_cast<std::uint32_t>(numbers.between(32, 80) * 64);
+    test::draw_network(hosts, numbers, seed);
     LayerSpec spec = spec_of(32, 16, ranks * numbers.between(1, 4) + numbers.between(0, 1), 3);
     spec.num_experts = std::max(spec.num_experts, 3);
     if (numbers.between(0, 1) == 1) spec.shared_intermediate = 16;

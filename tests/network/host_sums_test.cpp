@@ -31,11 +31,7 @@ test::ChaosHosts random_hosts(test::Numbers& numbers, std::uint64_t seed) {
   test::ChaosHosts hosts;
   const int num_hosts = numbers.between(2, 4);
   for (int h = 0; h < num_hosts; ++h) hosts.ranks_of_hosts.push_back(numbers.between(1, 3));
-  hosts.chaos.seed = seed;
-  hosts.chaos.longest_delay = std::chrono::microseconds(numbers.between(0, 400));
-  hosts.chaos.full_queue = numbers.between(0, 3) * 0.1;
-  hosts.windows.window = static_cast<std::uint32_t>(numbers.between(1, 3));
-  hosts.windows.chunk_bytes = static_cast<std::uint32_t>(numbers.between(32, 80) * 64);
+  test::draw_network(hosts, numbers, seed);
   return hosts;
 }
 

@@ -342,10 +342,7 @@ TEST_P(HostsCable, OutForAWhileOrForGood) {
   if (IsSkipped()) return;
   const bool comes_back = GetParam();
   const milliseconds deadline{comes_back ? 20'000 : 2'000};
-  void* const memory =
-      ::mmap(nullptr, sizeof(Board), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
-  ASSERT_NE(memory, MAP_FAILED);
-  Board* const board = new (memory) Board{};
+  test::SharedWithChildren<Board> board;
   std::atomic<bool>* const enough = new (&board->words[7]) std::atomic<bool>(false);
   const auto play_cable = [&] {
     EXPECT_TRUE(test::eventually([&] { return board->epochs[0] >= 3; }));
@@ -397,7 +394,6 @@ TEST_P(HostsCable, OutForAWhileOrForGood) {
     }
   });
   EXPECT_THAT(codes, Each(0));
-  ::munmap(memory, sizeof(Board));
 }
 
 INSTANTIATE_TEST_SUITE_P(Namespaces, HostsCable, ::testing::Bool(), [](const auto& param) {
@@ -412,10 +408,7 @@ TEST_F(HostsTest, HostsThatCannotReachEachOtherReportOneFailure) {
     SCOPED_TRACE(::testing::Message() << "hosts " << one << " and " << kOther);
     ASSERT_NO_FATAL_FAILURE(make_hosts(3));
     if (IsSkipped()) return;
-    void* const memory =
-        ::mmap(nullptr, sizeof(Board), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
-    ASSERT_NE(memory, MAP_FAILED);
-    Board* const board = new (memory) Board{};
+    test::SharedWithChildren<Board> board;
     const std::vector<int> codes = test::run_processes(4, [&](int rank) {
       if (rank == 3) {
         EXPECT_TRUE(test::eventually([&] { return board->epochs[0] >= 3; }));
@@ -442,7 +435,6 @@ TEST_F(HostsTest, HostsThatCannotReachEachOtherReportOneFailure) {
     EXPECT_THAT(codes, Each(0));
     EXPECT_EQ(board->found[0], board->found[1]);
     EXPECT_EQ(board->found[0], board->found[2]);
-    ::munmap(memory, sizeof(Board));
   }
 }
 
@@ -524,10 +516,8 @@ TEST_F(HostsTest, StrangersCostALivingWorldNoDescriptors) {
     std::atomic<int> strangers{0};  // 1: knocked in vain, 2: many have knocked
     std::atomic<int> last_pass{kMany};
   };
-  void* const memory =
-      ::mmap(nullptr, sizeof(Shared), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
-  ASSERT_NE(memory, MAP_FAILED);
-  Shared& shared = *new (memory) Shared;
+  test::SharedWithChildren<Shared> memory;
+  Shared& shared = *memory;
   const auto open_socket = [](const sockaddr_in& to) {
     UniqueFd socket(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
     if (::connect(socket.get(), reinterpret_cast<const sockaddr*>(&to), sizeof to) != 0) {
@@ -590,7 +580,6 @@ TEST_F(HostsTest, StrangersCostALivingWorldNoDescriptors) {
     }
   });
   EXPECT_THAT(codes, Each(0));
-  ::munmap(memory, sizeof(Shared));
 }
 
 TEST_F(HostsTest, AMissingRankIsNamed) {

@@ -187,10 +187,7 @@ TEST_P(Partition, IsWaitedForUntilTheDeadline) {
     std::atomic<std::uint64_t> last;   // pass that all are to play; 0: not known yet
     std::atomic<std::int64_t> cut_at;  // ns
   };
-  void* const memory =
-      ::mmap(nullptr, sizeof(Seen), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
-  ASSERT_NE(memory, MAP_FAILED);
-  Seen* const seen = new (memory) Seen{};
+  test::SharedWithChildren<Seen> seen;
   const LayerSpec spec = spec_of(64, 32, 6, 2);
   const MoeWeights weights = generate_weights(spec, DType::kF32, 1, {.num_threads = 1});
   const Batch batch = random_batch(spec, 60, DType::kF32, 1);
@@ -243,7 +240,6 @@ TEST_P(Partition, IsWaitedForUntilTheDeadline) {
         EXPECT_TRUE(test::eventually([&] { return seen->epoch > before + 3; }));
         seen->enough = true;
       });
-  ::munmap(memory, sizeof(Seen));
 }
 
 INSTANTIATE_TEST_SUITE_P(Namespaces, Partition, ::testing::Bool(), [](const auto& param) {

@@ -14,6 +14,7 @@
 #include "base/posix.h"
 #include "fabric/hosts_fabric.h"
 #include "support/chaos.h"
+#include "support/numbers.h"
 #include "support/ranks.h"
 
 namespace switchyard::test {
@@ -46,6 +47,15 @@ struct ChaosHosts {
   // Long, because threads of many ranks share few cores: who decides is no question of time here.
   milliseconds verdict_time = kGenerous;
 };
+
+// A network whose delays, refusals and windows follow from the seed.
+inline void draw_network(ChaosHosts& hosts, Numbers& numbers, std::uint64_t seed) {
+  hosts.chaos.seed = seed;
+  hosts.chaos.longest_delay = std::chrono::microseconds(numbers.between(0, 400));
+  hosts.chaos.full_queue = numbers.between(0, 3) * 0.1;
+  hosts.windows.window = static_cast<std::uint32_t>(numbers.between(1, 3));
+  hosts.windows.chunk_bytes = static_cast<std::uint32_t>(numbers.between(32, 80) * 64);
+}
 
 // Plays body(world) as every rank, each on a thread, and returns what each threw.
 inline std::vector<std::exception_ptr> run_over_chaos(

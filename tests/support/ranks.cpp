@@ -1,5 +1,7 @@
 #include "support/ranks.h"
 
+#include <fcntl.h>
+
 namespace switchyard::test {
 
 WorldOptions with_deadline(milliseconds deadline, std::string rendezvous) {
@@ -110,6 +112,17 @@ Blame blame_of(int peer, const std::function<void()>& call, const char* phase) {
     ADD_FAILURE() << "not a TimeoutError: " << error.what();
   }
   return {};
+}
+
+std::vector<UniqueFd> hoard_fds(std::size_t spare) {
+  std::vector<UniqueFd> hoard;
+  for (;;) {
+    UniqueFd fd(::fcntl(STDERR_FILENO, F_DUPFD_CLOEXEC, 0));
+    if (!fd) break;
+    hoard.push_back(std::move(fd));
+  }
+  hoard.resize(hoard.size() - spare);
+  return hoard;
 }
 
 void check_all_gather(World& world, std::size_t count) {

@@ -25,6 +25,7 @@
 #include <vector>
 
 #include "base/threads.h"
+#include "base/unique_fd.h"
 #include "fabric/fabric.h"
 #include "switchyard/error.h"
 #include "switchyard/world.h"
@@ -99,6 +100,9 @@ struct Blame {
 
 // Expects `call` to throw TimeoutError that blames `peer`, in this phase if one is given.
 Blame blame_of(int peer, const std::function<void()>& call, const char* phase = nullptr);
+
+// All descriptors that this process may still open, except `spare`.
+std::vector<UniqueFd> hoard_fds(std::size_t spare);
 
 // Memory that a test shares with the children it forks.
 template <typename T>
