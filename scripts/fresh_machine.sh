@@ -39,8 +39,9 @@ command -v debootstrap >/dev/null || fail "there is no debootstrap; run 'apt-get
 mirror=$(apt-get indextargets --format '$(REPO_URI)' 'Created-By: Packages' 'Origin: Debian' 'Label: Debian' | head -1)
 [ -n "$mirror" ] || fail "apt has no source of Debian's packages; run 'apt-get update'"
 
-# readme_commands MARK: what README tells a user to type, the first block of commands behind that mark.
-readme_commands() { sed -n "/^<!-- $1 -->\$/,/^\`\`\`\$/p" README.md | sed '1,2d;$d'; }
+# readme_commands MARK: what README tells a user to type, the first block of commands behind that mark. What && joins gets lines of
+# its own, because bash goes on after a command that fails before &&.
+readme_commands() { sed -n "/^<!-- $1 -->\$/,/^\`\`\`\$/p" README.md | sed '1,2d;$d; s/ && /\n/g'; }
 for mark in install commands "install from C++"; do
   [ -n "$(readme_commands "$mark")" ] || fail "README.md has no commands behind its mark '$mark'"
 done
@@ -79,13 +80,13 @@ make_root() {
              echo 'deactivate' ;;
         cpp) readme_commands "install from C++"
              # And a program of a user's, over that checkpoint.
-             echo 'cmake -S examples/forward -B /example -G Ninja && cmake --build /example && /example/forward build/olmoe-1-layer 0' ;;
+             printf '%s\n' 'cmake -S examples/forward -B /example -G Ninja' 'cmake --build /example' '/example/forward build/olmoe-1-layer 0' ;;
         run) echo './run' ;;
         test) echo './test' ;;
         test:*) echo "./test ${step#test:}" ;;
-        reproduce) echo '. .venv/bin/activate && scripts/reproduce.py all && deactivate' ;;
+        reproduce) printf '%s\n' '. .venv/bin/activate' 'scripts/reproduce.py all' 'deactivate' ;;
         # Of the release come Python and what its virtual environments need, and no library that the wheel could miss.
-        wheel) echo 'apt-get update -qq && apt-get install -y -qq --no-install-recommends python3-venv'
+        wheel) printf '%s\n' 'apt-get update -qq' 'apt-get install -y -qq --no-install-recommends python3-venv'
                echo './try_wheel.sh ./*.whl' ;;
       esac
     done

@@ -105,6 +105,8 @@ def count_gpus():
 
 
 def commit_here():
+    if not shutil.which("git"):
+        return "unknown"
     found = subprocess.run(["git", "-C", ROOT, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     return found.stdout.strip() or "unknown"
 

@@ -146,3 +146,8 @@ def test_the_committed_profiles_replay_the_tuner_page(kernel, tmp_path):
             if row["kernel"] == kernel and row["generator"] == "distinct"]
     assert len(kept) > 90
     assert replayed == kept
+
+
+def test_a_machine_without_git_has_no_commit(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert reproduce.commit_here() == "unknown"
