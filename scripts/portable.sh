@@ -4,7 +4,8 @@
 #   lib/        oneDNN and libgomp, built for older systems by others, and fmt
 #   include/    oneDNN's headers
 #   licenses/   of all that the wheel carries, and in components.json what of it came from PyPI (for scripts/sbom.py)
-# cmake/portable.cmake uses it. What packaging/requirements.txt names comes from PyPI, once. Only for x86-64.
+# cmake/portable.cmake uses it. What packaging/requirements.txt names comes from PyPI, once. Only for x86-64, and for Debian 12:
+# the headers of a newer glibc send calls to functions that 2.28 lacks and packaging/old_glibc.cpp does not have.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
