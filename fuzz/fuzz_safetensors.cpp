@@ -56,12 +56,8 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
   const std::span<const std::byte> rest(reinterpret_cast<const std::byte*>(data) + 1, size - 1);
   try {
     switch (data[0] % 3) {
-      case 0:
-        parse_file(rest, rest.size());
-        break;
-      case 1:
-        parse_header_json(rest);
-        break;
+      case 0: parse_file(rest, rest.size()); break;
+      case 1: parse_header_json(rest); break;
       default:
         parse_safetensors_index({reinterpret_cast<const char*>(rest.data()), rest.size()}, "index");
         break;

@@ -233,16 +233,11 @@ __global__ void __launch_bounds__(kMaxPeers)
 using Kernel = void (*)(Call);
 Kernel kernel_of(Stage stage) {
   switch (stage) {
-    case Stage::kDispatchSend:
-      return run_stage<Stage::kDispatchSend>;
-    case Stage::kDispatchReceive:
-      return run_stage<Stage::kDispatchReceive>;
-    case Stage::kExperts:
-      return run_stage<Stage::kExperts>;
-    case Stage::kCombineSend:
-      return run_stage<Stage::kCombineSend>;
-    case Stage::kCombineReceive:
-      break;
+    case Stage::kDispatchSend: return run_stage<Stage::kDispatchSend>;
+    case Stage::kDispatchReceive: return run_stage<Stage::kDispatchReceive>;
+    case Stage::kExperts: return run_stage<Stage::kExperts>;
+    case Stage::kCombineSend: return run_stage<Stage::kCombineSend>;
+    case Stage::kCombineReceive: break;
   }
   return run_stage<Stage::kCombineReceive>;
 }

@@ -82,16 +82,11 @@ std::vector<Rung> find_rungs(std::string_view names) {
 
 const char* to_string(Stage stage) {
   switch (stage) {
-    case Stage::kDispatchSend:
-      return "dispatch send";
-    case Stage::kDispatchReceive:
-      return "dispatch receive";
-    case Stage::kExperts:
-      return "experts";
-    case Stage::kCombineSend:
-      return "combine send";
-    case Stage::kCombineReceive:
-      return "combine receive";
+    case Stage::kDispatchSend: return "dispatch send";
+    case Stage::kDispatchReceive: return "dispatch receive";
+    case Stage::kExperts: return "experts";
+    case Stage::kCombineSend: return "combine send";
+    case Stage::kCombineReceive: return "combine receive";
   }
   return "unknown";
 }

@@ -30,20 +30,15 @@ constexpr bool is_four_bit(DType dtype) { return dtype == DType::kF4E2M1 || dtyp
 constexpr std::size_t size_of(DType dtype) {
   switch (dtype) {
     case DType::kF32:
-    case DType::kI32:
-      return 4;
+    case DType::kI32: return 4;
     case DType::kF16:
-    case DType::kBF16:
-      return 2;
-    case DType::kI64:
-      return 8;
+    case DType::kBF16: return 2;
+    case DType::kI64: return 8;
     case DType::kF8E4M3:
     case DType::kU8:
-    case DType::kF8E8M0:
-      return 1;
+    case DType::kF8E8M0: return 1;
     case DType::kF4E2M1:
-    case DType::kU4:
-      return 0;
+    case DType::kU4: return 0;
   }
   return 0;
 }

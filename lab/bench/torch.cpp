@@ -31,18 +31,12 @@ constexpr std::int64_t kFlushBytes = 4 * (std::int64_t{60} << 20);
 
 const char* activation_name(ActivationKind kind) {
   switch (kind) {
-    case ActivationKind::kSilu:
-      return "silu";
-    case ActivationKind::kGelu:
-      return "gelu";
-    case ActivationKind::kGeluTanh:
-      return "gelu_tanh";
-    case ActivationKind::kRelu:
-      return "relu";
-    case ActivationKind::kRelu2:
-      return "relu2";
-    case ActivationKind::kIdentity:
-      return "identity";
+    case ActivationKind::kSilu: return "silu";
+    case ActivationKind::kGelu: return "gelu";
+    case ActivationKind::kGeluTanh: return "gelu_tanh";
+    case ActivationKind::kRelu: return "relu";
+    case ActivationKind::kRelu2: return "relu2";
+    case ActivationKind::kIdentity: return "identity";
   }
   return "unknown";
 }

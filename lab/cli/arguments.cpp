@@ -26,12 +26,9 @@ constexpr DType kWeights[] = {DType::kBF16,   DType::kF32,    DType::kF16,
 
 std::span<const DType> types_for(TypeOf use) {
   switch (use) {
-    case TypeOf::kArithmetic:
-      return kArithmetic;
-    case TypeOf::kOperands:
-      return kOperands;
-    case TypeOf::kWeights:
-      return kWeights;
+    case TypeOf::kArithmetic: return kArithmetic;
+    case TypeOf::kOperands: return kOperands;
+    case TypeOf::kWeights: return kWeights;
   }
   return kWeights;
 }

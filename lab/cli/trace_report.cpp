@@ -33,12 +33,9 @@ std::string event_text(const TraceEvent& e) {
   switch (e.kind) {
     case TraceKind::kGemm1:
     case TraceKind::kGemm2:
-    case TraceKind::kPack:
-      return fmt::format("{} of {}", to_string(e.kind), expert_text(e.expert));
-    case TraceKind::kSend:
-      return e.peer < 0 ? "send" : fmt::format("send to rank {}", e.peer);
-    default:
-      return to_string(e.kind);
+    case TraceKind::kPack: return fmt::format("{} of {}", to_string(e.kind), expert_text(e.expert));
+    case TraceKind::kSend: return e.peer < 0 ? "send" : fmt::format("send to rank {}", e.peer);
+    default: return to_string(e.kind);
   }
 }
 
@@ -187,8 +184,7 @@ std::string describe_wait(const PathStep& step, const char* unit) {
   const std::string whose =
       step.cause.rank < 0 ? "another rank" : fmt::format("rank {}", step.cause.rank);
   switch (e.wait) {
-    case TraceWait::kCounts:
-      return fmt::format("{}{}'s counts", start, whose);
+    case TraceWait::kCounts: return fmt::format("{}{}'s counts", start, whose);
     case TraceWait::kDispatch:
       return fmt::format("{}{}'s dispatch of {}", start, whose, expert_text(e.expert));
     case TraceWait::kCombine:
@@ -201,10 +197,8 @@ std::string describe_wait(const PathStep& step, const char* unit) {
     case TraceWait::kSlot:
       return fmt::format("{}room, until {} on {} {}", start, event_text(*step.cause.event), unit,
                          step.cause.event->unit);
-    case TraceWait::kCore:
-      return fmt::format("{}a core, before {}", start, event_text(e));
-    case TraceWait::kNothing:
-      break;
+    case TraceWait::kCore: return fmt::format("{}a core, before {}", start, event_text(e));
+    case TraceWait::kNothing: break;
   }
   return fmt::format("{}{}", start, event_text(e));
 }

@@ -68,8 +68,7 @@ std::string declare_layout(const std::string& config_json, FourBitLayout layout)
   Json document = parse_json(config_json, ErrorCode::kInvalidConfig, "config.json");
   Json& quantization = document["quantization_config"];
   switch (layout) {
-    case FourBitLayout::kNone:
-      break;
+    case FourBitLayout::kNone: break;
     case FourBitLayout::kBlocks:
       quantization = {{"quant_method", "mxfp4"},
                       {"modules_to_not_convert",
@@ -85,9 +84,7 @@ std::string declare_layout(const std::string& config_json, FourBitLayout layout)
       document["expert_dtype"] = "fp4";
       break;
     case FourBitLayout::kMxfp4Packed:
-    case FourBitLayout::kInt4Packed:
-      quantization = compressed_tensors(layout);
-      break;
+    case FourBitLayout::kInt4Packed: quantization = compressed_tensors(layout); break;
   }
   return document.dump({.indent = 2, .sorted = true}) + "\n";
 }
@@ -107,8 +104,7 @@ std::vector<StoredTensor> stored_tensors(FourBitLayout layout, const RandomTenso
               {"weight_scale", Part::kScales, "BF16", {rows, groups}},
               {"weight_shape", Part::kShape, "I64", {2}}};
     case FourBitLayout::kNone:
-    case FourBitLayout::kBlocks:
-      break;
+    case FourBitLayout::kBlocks: break;
   }
   throw Error(ErrorCode::kInvalidArgument, "a layout without a module for each matrix");
 }

@@ -118,48 +118,20 @@ VectorView vector_view(const Placed& p) { return {p.data, p.tensor.dtype, p.tens
 void attach(MoeWeights& weights, const Placed& p) {
   FfnWeights& expert = weights.experts[static_cast<std::size_t>(p.tensor.expert)];
   switch (p.tensor.role) {
-    case TensorRole::kRouter:
-      weights.router = matrix_view(p);
-      break;
-    case TensorRole::kRouterBias:
-      weights.router_bias = vector_view(p);
-      break;
-    case TensorRole::kCorrectionBias:
-      weights.correction_bias = vector_view(p);
-      break;
-    case TensorRole::kHashTable:
-      weights.hash_table = matrix_view(p);
-      break;
-    case TensorRole::kGate:
-      expert.gate = matrix_view(p);
-      break;
-    case TensorRole::kUp:
-      expert.up = matrix_view(p);
-      break;
-    case TensorRole::kDown:
-      expert.down = matrix_view(p);
-      break;
-    case TensorRole::kGateBias:
-      expert.gate_bias = vector_view(p);
-      break;
-    case TensorRole::kUpBias:
-      expert.up_bias = vector_view(p);
-      break;
-    case TensorRole::kDownBias:
-      expert.down_bias = vector_view(p);
-      break;
-    case TensorRole::kSharedGate:
-      weights.shared.gate = matrix_view(p);
-      break;
-    case TensorRole::kSharedUp:
-      weights.shared.up = matrix_view(p);
-      break;
-    case TensorRole::kSharedDown:
-      weights.shared.down = matrix_view(p);
-      break;
-    case TensorRole::kSharedSigmoidGate:
-      weights.shared_gate = vector_view(p);
-      break;
+    case TensorRole::kRouter: weights.router = matrix_view(p); break;
+    case TensorRole::kRouterBias: weights.router_bias = vector_view(p); break;
+    case TensorRole::kCorrectionBias: weights.correction_bias = vector_view(p); break;
+    case TensorRole::kHashTable: weights.hash_table = matrix_view(p); break;
+    case TensorRole::kGate: expert.gate = matrix_view(p); break;
+    case TensorRole::kUp: expert.up = matrix_view(p); break;
+    case TensorRole::kDown: expert.down = matrix_view(p); break;
+    case TensorRole::kGateBias: expert.gate_bias = vector_view(p); break;
+    case TensorRole::kUpBias: expert.up_bias = vector_view(p); break;
+    case TensorRole::kDownBias: expert.down_bias = vector_view(p); break;
+    case TensorRole::kSharedGate: weights.shared.gate = matrix_view(p); break;
+    case TensorRole::kSharedUp: weights.shared.up = matrix_view(p); break;
+    case TensorRole::kSharedDown: weights.shared.down = matrix_view(p); break;
+    case TensorRole::kSharedSigmoidGate: weights.shared_gate = vector_view(p); break;
   }
 }
 

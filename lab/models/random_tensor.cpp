@@ -196,12 +196,9 @@ class Planner {
 
 DType RandomTensor::scale_dtype() const {
   switch (dtype) {
-    case DType::kF4E2M1:
-      return DType::kF8E8M0;
-    case DType::kU4:
-      return DType::kBF16;
-    default:
-      return DType::kF32;
+    case DType::kF4E2M1: return DType::kF8E8M0;
+    case DType::kU4: return DType::kBF16;
+    default: return DType::kF32;
   }
 }
 
@@ -212,24 +209,16 @@ void fill_block(const RandomTensor& tensor, std::int64_t block, std::byte* out) 
   const NormalHash hash{static_cast<std::uint32_t>(key), static_cast<std::uint32_t>(key >> 32)};
   const std::uint32_t n = static_cast<std::uint32_t>(count);
   switch (tensor.dtype) {
-    case DType::kF32:
-      return fill_elements<StoreF32>(hash, tensor.deviation, n, out);
-    case DType::kF16:
-      return fill_elements<StoreF16>(hash, tensor.deviation, n, out);
-    case DType::kBF16:
-      return fill_elements<StoreBF16>(hash, tensor.deviation, n, out);
-    case DType::kF8E4M3:
-      return fill_elements<StoreF8E4M3>(hash, kFp8Deviation, n, out);
-    case DType::kI64:
-      return fill_hash_rows(tensor, first, count, out);
-    case DType::kF4E2M1:
-      return fill_pairs<StoreF4E2M1>(hash, kF4Deviation, n, out);
-    case DType::kU4:
-      return fill_pairs<StoreU4>(hash, kU4Deviation, n, out);
+    case DType::kF32: return fill_elements<StoreF32>(hash, tensor.deviation, n, out);
+    case DType::kF16: return fill_elements<StoreF16>(hash, tensor.deviation, n, out);
+    case DType::kBF16: return fill_elements<StoreBF16>(hash, tensor.deviation, n, out);
+    case DType::kF8E4M3: return fill_elements<StoreF8E4M3>(hash, kFp8Deviation, n, out);
+    case DType::kI64: return fill_hash_rows(tensor, first, count, out);
+    case DType::kF4E2M1: return fill_pairs<StoreF4E2M1>(hash, kF4Deviation, n, out);
+    case DType::kU4: return fill_pairs<StoreU4>(hash, kU4Deviation, n, out);
     case DType::kI32:
     case DType::kU8:
-    case DType::kF8E8M0:
-      break;
+    case DType::kF8E8M0: break;
   }
   throw Error(ErrorCode::kInvalidArgument,
               fmt::format("random values of dtype {} were asked for; use f32, f16, bf16, f8_e4m3, "

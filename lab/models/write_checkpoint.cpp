@@ -97,20 +97,13 @@ class LayerWriter {
   void plan_one(const RandomTensor& tensor) {
     const int e = tensor.expert;
     switch (tensor.role) {
-      case TensorRole::kRouter:
-        return add_matrix(base_ + names_.router, tensor);
-      case TensorRole::kRouterBias:
-        return add_vector(base_ + names_.router_bias, tensor);
-      case TensorRole::kCorrectionBias:
-        return add_vector(base_ + names_.correction_bias, tensor);
-      case TensorRole::kHashTable:
-        return add_matrix(base_ + names_.hash_table, tensor);
-      case TensorRole::kSharedGate:
-        return add_module(names_.shared_gate, tensor);
-      case TensorRole::kSharedUp:
-        return add_module(names_.shared_up, tensor);
-      case TensorRole::kSharedDown:
-        return add_module(names_.shared_down, tensor);
+      case TensorRole::kRouter: return add_matrix(base_ + names_.router, tensor);
+      case TensorRole::kRouterBias: return add_vector(base_ + names_.router_bias, tensor);
+      case TensorRole::kCorrectionBias: return add_vector(base_ + names_.correction_bias, tensor);
+      case TensorRole::kHashTable: return add_matrix(base_ + names_.hash_table, tensor);
+      case TensorRole::kSharedGate: return add_module(names_.shared_gate, tensor);
+      case TensorRole::kSharedUp: return add_module(names_.shared_up, tensor);
+      case TensorRole::kSharedDown: return add_module(names_.shared_down, tensor);
       case TensorRole::kSharedSigmoidGate:
         return add_matrix(base_ + names_.shared_sigmoid_gate, tensor);
       case TensorRole::kGate:

@@ -120,8 +120,7 @@ void decode_elements(const void* data, DType dtype, std::int64_t count, std::int
     case DType::kU8:
     case DType::kF4E2M1:
     case DType::kU4:
-    case DType::kF8E8M0:
-      break;
+    case DType::kF8E8M0: break;
   }
   throw Error(ErrorCode::kDTypeMismatch,
               fmt::format("the reference layer computes with floating-point tensors, not {}",

@@ -129,23 +129,19 @@ std::vector<double> decoded(const MatrixView& matrix) {
 template <typename Real>
 Real activate(const Activation& activation, Real v) {
   switch (activation.kind) {
-    case ActivationKind::kSilu:
-      return v / (1 + std::exp(-static_cast<Real>(activation.alpha) * v));
-    case ActivationKind::kGelu:
-      return v * (1 + std::erf(v / std::numbers::sqrt2_v<Real>)) / 2;
+    case ActivationKind::kSilu: return v / (1 + std::exp(-static_cast<Real>(activation.alpha) * v));
+    case ActivationKind::kGelu: return v * (1 + std::erf(v / std::numbers::sqrt2_v<Real>)) / 2;
     case ActivationKind::kGeluTanh: {
       const Real inner = v + static_cast<Real>(0.044715) * v * v * v;
       const Real slope = std::numbers::sqrt2_v<Real> * std::numbers::inv_sqrtpi_v<Real>;
       return v * (1 + std::tanh(slope * inner)) / 2;
     }
-    case ActivationKind::kRelu:
-      return std::max(v, Real{0});
+    case ActivationKind::kRelu: return std::max(v, Real{0});
     case ActivationKind::kRelu2: {
       const Real positive = std::max(v, Real{0});  // NaN if v is
       return positive * positive;
     }
-    case ActivationKind::kIdentity:
-      return v;
+    case ActivationKind::kIdentity: return v;
   }
   return v;
 }

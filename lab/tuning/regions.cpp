@@ -15,12 +15,9 @@ constexpr double kSlack = 1e-9;
 
 bool has(const Configuration& c, Prediction prediction, int narrow_rows) {
   switch (prediction) {
-    case Prediction::kSplitK:
-      return c.splits > 1;
-    case Prediction::kGroupM:
-      return c.group_m > 1;
-    case Prediction::kWideTiles:
-      break;
+    case Prediction::kSplitK: return c.splits > 1;
+    case Prediction::kGroupM: return c.group_m > 1;
+    case Prediction::kWideTiles: break;
   }
   return c.weight_rows > narrow_rows;
 }

@@ -287,7 +287,7 @@ class Ranks:
         Parameters
         ----------
         num_experts : int
-            Of all ranks, replicas included.
+            All ranks' experts, replicas included.
         expert_map : Tensor [num_experts]
             The local number of each expert, -1 where another rank has it.
         """

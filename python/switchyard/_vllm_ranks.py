@@ -118,7 +118,7 @@ class Rows:
             bind(tokens=...) is the layer, over its weights, for so many rows.
         x, out : Tensor [T, H]
         ids, weights : Tensor [T, K]
-            Of all ranks' experts.
+            The router's, of all ranks' experts.
         """
         self.ranks.meet()
         if self.over == 1:

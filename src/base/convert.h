@@ -113,14 +113,10 @@ SWITCHYARD_ALWAYS_INLINE float f8e8m0_to_f32(std::uint8_t code) {
 // Number `i` of scales of four-bit weights: f8_e8m0, bf16, f16 or f32.
 SWITCHYARD_ALWAYS_INLINE float scale_to_f32(const void* scales, DType dtype, std::int64_t i) {
   switch (dtype) {
-    case DType::kF8E8M0:
-      return f8e8m0_to_f32(static_cast<const std::uint8_t*>(scales)[i]);
-    case DType::kBF16:
-      return bf16_to_f32(static_cast<const std::uint16_t*>(scales)[i]);
-    case DType::kF16:
-      return f16_to_f32(static_cast<const std::uint16_t*>(scales)[i]);
-    default:
-      return static_cast<const float*>(scales)[i];
+    case DType::kF8E8M0: return f8e8m0_to_f32(static_cast<const std::uint8_t*>(scales)[i]);
+    case DType::kBF16: return bf16_to_f32(static_cast<const std::uint16_t*>(scales)[i]);
+    case DType::kF16: return f16_to_f32(static_cast<const std::uint16_t*>(scales)[i]);
+    default: return static_cast<const float*>(scales)[i];
   }
 }
 

@@ -305,8 +305,7 @@ Json parse_json(std::string_view text, ErrorCode code, const std::string& source
             code, fmt::format("{}: not valid JSON at byte {} of {}; the file is damaged or is not "
                               "what it claims to be, download it again",
                               printable(source), error.byte(), text.size()));
-      case JsonError::Reason::kNumber:
-        break;
+      case JsonError::Reason::kNumber: break;
     }
     throw Error(code, fmt::format("{}: not usable JSON ({}); download the file again",
                                   printable(source), printable(error.what())));

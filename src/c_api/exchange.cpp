@@ -36,12 +36,9 @@ namespace {
 
 CombineWeights combine_weights_of(sy_combine_weights given) {
   switch (given) {
-    case SY_WEIGHTS_BY_RECEIVER:
-      return CombineWeights::kByReceiver;
-    case SY_WEIGHTS_BY_SENDER:
-      return CombineWeights::kBySender;
-    case SY_WEIGHTS_NONE:
-      return CombineWeights::kNone;
+    case SY_WEIGHTS_BY_RECEIVER: return CombineWeights::kByReceiver;
+    case SY_WEIGHTS_BY_SENDER: return CombineWeights::kBySender;
+    case SY_WEIGHTS_NONE: return CombineWeights::kNone;
     default:
       throw Error(
           ErrorCode::kInvalidArgument,

@@ -15,30 +15,18 @@ namespace {
 
 sy_status status_of(ErrorCode code) {
   switch (code) {
-    case ErrorCode::kInvalidArgument:
-      return SY_INVALID_ARGUMENT;
-    case ErrorCode::kInvalidConfig:
-      return SY_INVALID_CONFIG;
-    case ErrorCode::kInvalidFile:
-      return SY_INVALID_FILE;
-    case ErrorCode::kMissingTensor:
-      return SY_MISSING_TENSOR;
-    case ErrorCode::kShapeMismatch:
-      return SY_SHAPE_MISMATCH;
-    case ErrorCode::kDTypeMismatch:
-      return SY_DTYPE_MISMATCH;
-    case ErrorCode::kUnsupported:
-      return SY_UNSUPPORTED;
-    case ErrorCode::kCapacityExceeded:
-      return SY_CAPACITY_EXCEEDED;
-    case ErrorCode::kSpecMismatch:
-      return SY_SPEC_MISMATCH;
-    case ErrorCode::kTimeout:
-      return SY_TIMEOUT;
-    case ErrorCode::kAborted:
-      return SY_ABORTED;
-    case ErrorCode::kSystem:
-      return SY_SYSTEM;
+    case ErrorCode::kInvalidArgument: return SY_INVALID_ARGUMENT;
+    case ErrorCode::kInvalidConfig: return SY_INVALID_CONFIG;
+    case ErrorCode::kInvalidFile: return SY_INVALID_FILE;
+    case ErrorCode::kMissingTensor: return SY_MISSING_TENSOR;
+    case ErrorCode::kShapeMismatch: return SY_SHAPE_MISMATCH;
+    case ErrorCode::kDTypeMismatch: return SY_DTYPE_MISMATCH;
+    case ErrorCode::kUnsupported: return SY_UNSUPPORTED;
+    case ErrorCode::kCapacityExceeded: return SY_CAPACITY_EXCEEDED;
+    case ErrorCode::kSpecMismatch: return SY_SPEC_MISMATCH;
+    case ErrorCode::kTimeout: return SY_TIMEOUT;
+    case ErrorCode::kAborted: return SY_ABORTED;
+    case ErrorCode::kSystem: return SY_SYSTEM;
   }
   return SY_INTERNAL;
 }

@@ -17,12 +17,9 @@ namespace {
 
 const char* name_of(sy_device_type type) {
   switch (type) {
-    case SY_CPU:
-      return "host";
-    case SY_CUDA:
-      return "CUDA";
-    default:
-      return "unknown";
+    case SY_CPU: return "host";
+    case SY_CUDA: return "CUDA";
+    default: return "unknown";
   }
 }
 
@@ -279,24 +276,15 @@ std::string shape_text(const sy_tensor& tensor) {
 
 DType dtype_of(const char* name, sy_dtype dtype) {
   switch (dtype) {
-    case SY_F32:
-      return DType::kF32;
-    case SY_F16:
-      return DType::kF16;
-    case SY_BF16:
-      return DType::kBF16;
-    case SY_F8_E4M3:
-      return DType::kF8E4M3;
-    case SY_I32:
-      return DType::kI32;
-    case SY_I64:
-      return DType::kI64;
-    case SY_U8:
-      return DType::kU8;
-    case SY_F4_E2M1:
-      return DType::kF4E2M1;
-    case SY_U4:
-      return DType::kU4;
+    case SY_F32: return DType::kF32;
+    case SY_F16: return DType::kF16;
+    case SY_BF16: return DType::kBF16;
+    case SY_F8_E4M3: return DType::kF8E4M3;
+    case SY_I32: return DType::kI32;
+    case SY_I64: return DType::kI64;
+    case SY_U8: return DType::kU8;
+    case SY_F4_E2M1: return DType::kF4E2M1;
+    case SY_U4: return DType::kU4;
     case SY_F8_E8M0:
       throw Error(ErrorCode::kDTypeMismatch,
                   fmt::format("{} is f8_e8m0, which only scales may be", name));
@@ -309,26 +297,16 @@ DType dtype_of(const char* name, sy_dtype dtype) {
 
 sy_dtype to_c(DType dtype) {
   switch (dtype) {
-    case DType::kF32:
-      return SY_F32;
-    case DType::kF16:
-      return SY_F16;
-    case DType::kBF16:
-      return SY_BF16;
-    case DType::kF8E4M3:
-      return SY_F8_E4M3;
-    case DType::kI32:
-      return SY_I32;
-    case DType::kI64:
-      return SY_I64;
-    case DType::kU8:
-      return SY_U8;
-    case DType::kF4E2M1:
-      return SY_F4_E2M1;
-    case DType::kU4:
-      return SY_U4;
-    case DType::kF8E8M0:
-      return SY_F8_E8M0;
+    case DType::kF32: return SY_F32;
+    case DType::kF16: return SY_F16;
+    case DType::kBF16: return SY_BF16;
+    case DType::kF8E4M3: return SY_F8_E4M3;
+    case DType::kI32: return SY_I32;
+    case DType::kI64: return SY_I64;
+    case DType::kU8: return SY_U8;
+    case DType::kF4E2M1: return SY_F4_E2M1;
+    case DType::kU4: return SY_U4;
+    case DType::kF8E8M0: return SY_F8_E8M0;
   }
   return SY_DTYPE_NONE;
 }

@@ -114,24 +114,18 @@ constexpr std::size_t kMostTraceEvents = 1 << 16;
 
 TraceWait to_wait(Phase phase) {
   switch (phase) {
-    case Phase::kNone:
-      return TraceWait::kNothing;
+    case Phase::kNone: return TraceWait::kNothing;
     case Phase::kGate:
-    case Phase::kExperts:
-      return TraceWait::kTask;
-    case Phase::kCounts:
-      return TraceWait::kCounts;
-    case Phase::kDispatch:
-      return TraceWait::kDispatch;
-    case Phase::kCombine:
-      return TraceWait::kCombine;
+    case Phase::kExperts: return TraceWait::kTask;
+    case Phase::kCounts: return TraceWait::kCounts;
+    case Phase::kDispatch: return TraceWait::kDispatch;
+    case Phase::kCombine: return TraceWait::kCombine;
     case Phase::kLink:
     case Phase::kBootstrap:
     case Phase::kNeighbours:
     case Phase::kSignal:
     case Phase::kGaveUp:
-    case Phase::kLeft:
-      return TraceWait::kNothing;
+    case Phase::kLeft: return TraceWait::kNothing;
   }
   return TraceWait::kNothing;
 }
@@ -743,8 +737,7 @@ TraceEvent Engine::event_of(const protocol::Task& task, const Waited& waited) co
           static_cast<std::int32_t>(std::min<std::int64_t>(kCombineChunk, pass_.tokens - first));
       break;
     }
-    case protocol::TaskKind::kNone:
-      break;
+    case protocol::TaskKind::kNone: break;
   }
   event.tile = index;
   return event;

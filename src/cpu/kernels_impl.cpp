@@ -60,12 +60,9 @@ inline void store_first(void* p, std::int64_t i, Floats v, std::int64_t count) {
 template <typename F>
 inline auto with_dtype(DType dtype, F&& f) {
   switch (dtype) {
-    case DType::kF32:
-      return f.template operator()<DType::kF32>();
-    case DType::kF16:
-      return f.template operator()<DType::kF16>();
-    default:
-      return f.template operator()<DType::kBF16>();
+    case DType::kF32: return f.template operator()<DType::kF32>();
+    case DType::kF16: return f.template operator()<DType::kF16>();
+    default: return f.template operator()<DType::kBF16>();
   }
 }
 
@@ -236,18 +233,12 @@ ActivateSquare activate_square_of(bool gated) {
 
 ActivateSquare activate_square_of(const Activation& a) {
   switch (a.kind) {
-    case ActivationKind::kSilu:
-      return activate_square_of<ActivationKind::kSilu>(a.gated);
-    case ActivationKind::kGelu:
-      return activate_square_of<ActivationKind::kGelu>(a.gated);
-    case ActivationKind::kGeluTanh:
-      return activate_square_of<ActivationKind::kGeluTanh>(a.gated);
-    case ActivationKind::kRelu:
-      return activate_square_of<ActivationKind::kRelu>(a.gated);
-    case ActivationKind::kRelu2:
-      return activate_square_of<ActivationKind::kRelu2>(a.gated);
-    case ActivationKind::kIdentity:
-      break;
+    case ActivationKind::kSilu: return activate_square_of<ActivationKind::kSilu>(a.gated);
+    case ActivationKind::kGelu: return activate_square_of<ActivationKind::kGelu>(a.gated);
+    case ActivationKind::kGeluTanh: return activate_square_of<ActivationKind::kGeluTanh>(a.gated);
+    case ActivationKind::kRelu: return activate_square_of<ActivationKind::kRelu>(a.gated);
+    case ActivationKind::kRelu2: return activate_square_of<ActivationKind::kRelu2>(a.gated);
+    case ActivationKind::kIdentity: break;
   }
   return activate_square_of<ActivationKind::kIdentity>(a.gated);
 }

@@ -93,20 +93,11 @@ NanCounts Processor::gate(Pass& pass, std::int64_t begin, std::int64_t end,
 
 void Processor::run(Pass& pass, const Task& task) {
   switch (task.kind) {
-    case TaskKind::kDispatch:
-      dispatch(pass, task.peer, task.index);
-      return;
-    case TaskKind::kGemm1:
-      gemm1(pass, pass.tiles[task.index], task.index, task.block);
-      return;
-    case TaskKind::kGemm2:
-      gemm2(pass, pass.tiles[task.index], task.index, task.block);
-      return;
-    case TaskKind::kCombine:
-      combine(pass, task.index);
-      return;
-    case TaskKind::kNone:
-      return;
+    case TaskKind::kDispatch: dispatch(pass, task.peer, task.index); return;
+    case TaskKind::kGemm1: gemm1(pass, pass.tiles[task.index], task.index, task.block); return;
+    case TaskKind::kGemm2: gemm2(pass, pass.tiles[task.index], task.index, task.block); return;
+    case TaskKind::kCombine: combine(pass, task.index); return;
+    case TaskKind::kNone: return;
   }
 }
 
@@ -239,12 +230,9 @@ void Processor::unpack(const std::byte* from, float scale, std::byte* to) {
 std::byte* Processor::result_address(const Pass& pass, const Tile& tile, std::uint32_t r,
                                      const Row& row) const {
   switch (layer_.link->way_back(row.source)) {
-    case RankLink::Return::kInPlace:
-      return layer_.cell(row.source, row.token, row.k);
-    case RankLink::Return::kSummed:
-      return layer_.sum_for(row.source).row(row.token, row.k);
-    case RankLink::Return::kSent:
-      break;
+    case RankLink::Return::kInPlace: return layer_.cell(row.source, row.token, row.k);
+    case RankLink::Return::kSummed: return layer_.sum_for(row.source).row(row.token, row.k);
+    case RankLink::Return::kSent: break;
   }
   return staged(pass, tile, r);
 }

@@ -212,8 +212,7 @@ void Scheduler::place_rows(int expert, RankSet sources) {
 
 bool Scheduler::ready(const Task& task) {
   switch (task.kind) {
-    case TaskKind::kDispatch:
-      return true;
+    case TaskKind::kDispatch: return true;
     case TaskKind::kGemm1:
       if (pass_.tiles[task.index].intermediate_slot < 0 && free_slots_.empty()) return false;
       if (pass_.work.is_shared(task.index)) return true;
@@ -224,10 +223,8 @@ bool Scheduler::ready(const Task& task) {
     case TaskKind::kGemm2:
       return protocol::load_acquire(&pass_.tiles[task.index].gemm1_done) ==
              pass_.work.gemm1_blocks(task.index);
-    case TaskKind::kCombine:
-      return !subscriber_.missing_cells(task.index);
-    case TaskKind::kNone:
-      break;
+    case TaskKind::kCombine: return !subscriber_.missing_cells(task.index);
+    case TaskKind::kNone: break;
   }
   return false;
 }

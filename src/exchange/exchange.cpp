@@ -20,12 +20,9 @@ using State = ExchangeHandle::State;
 
 const char* name_of(RowLayout::Kind kind) {
   switch (kind) {
-    case RowLayout::Kind::kPacked:
-      return "packed";
-    case RowLayout::Kind::kBlocked:
-      return "blocked";
-    case RowLayout::Kind::kPadded:
-      return "padded";
+    case RowLayout::Kind::kPacked: return "packed";
+    case RowLayout::Kind::kBlocked: return "blocked";
+    case RowLayout::Kind::kPadded: return "padded";
   }
   return "unknown";
 }
@@ -120,12 +117,9 @@ void note_sent(const DispatchInput& input, State& state) {
 
 const char* to_string(CombineWeights weights) {
   switch (weights) {
-    case CombineWeights::kByReceiver:
-      return "receiver";
-    case CombineWeights::kBySender:
-      return "sender";
-    case CombineWeights::kNone:
-      return "none";
+    case CombineWeights::kByReceiver: return "receiver";
+    case CombineWeights::kBySender: return "sender";
+    case CombineWeights::kNone: return "none";
   }
   return "unknown";
 }

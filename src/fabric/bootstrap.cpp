@@ -300,8 +300,7 @@ void Bootstrap::admit(Lobby::Arrival& arrival, const std::vector<bool>& taken, W
   };
   HelloBody body;
   switch (judge(arrival.hello, hash_of_job(job_), taken, body)) {
-    case Admission::kNotAHello:
-      return;
+    case Admission::kNotAHello: return;
     case Admission::kOtherVersion:
       return give_up(fmt::format(
           "{} at rendezvous '{}' speaks version {} of the bootstrap protocol, rank 0 "
@@ -322,8 +321,7 @@ void Bootstrap::admit(Lobby::Arrival& arrival, const std::vector<bool>& taken, W
     case Admission::kTaken:
       return turn_away(fmt::format("{} of rendezvous '{}' is already taken; {} claimed it as well",
                                    describe(body.rank), place_->rendezvous(), arrival.who));
-    case Admission::kAdmitted:
-      break;
+    case Admission::kAdmitted: break;
   }
   if (arrival.proved_rank && body.rank != *arrival.proved_rank) return;
   Channel& member = channels_[static_cast<std::size_t>(body.rank)];

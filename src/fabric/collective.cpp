@@ -13,12 +13,9 @@ namespace switchyard {
 
 const char* to_string(CallKind kind) {
   switch (kind) {
-    case CallKind::kAllGather:
-      return "all_gather";
-    case CallKind::kExchangeFds:
-      return "exchange_fds";
-    case CallKind::kAllocate:
-      return "allocate";
+    case CallKind::kAllGather: return "all_gather";
+    case CallKind::kExchangeFds: return "exchange_fds";
+    case CallKind::kAllocate: return "allocate";
   }
   return "an unknown collective";
 }

@@ -679,15 +679,13 @@ class Launch {
 
   static std::string fate_of(const Rank& rank) {
     switch (rank.fate) {
-      case Fate::kExited:
-        return fmt::format("ended with exit code {}", rank.status);
+      case Fate::kExited: return fmt::format("ended with exit code {}", rank.status);
       case Fate::kKilled:
         return fmt::format("was killed by signal {} ({})", rank.status, ::sigdescr_np(rank.status));
       case Fate::kStopped:
         return rank.status == 0 ? "is stopped"
                                 : fmt::format("is stopped by signal {}", rank.status);
-      case Fate::kRuns:
-        break;
+      case Fate::kRuns: break;
     }
     return "still ran";
   }

@@ -166,10 +166,8 @@ class TcpPlace final : public Place {
     switch (join_handshake(socket.get(), terms_, rank_, until)) {
       case JoinResult::kProved:
         return Channel(std::move(socket), intake_before_welcome(terms_.size));
-      case JoinResult::kNoAnswer:
-        return Channel();
-      case JoinResult::kDisagrees:
-        break;
+      case JoinResult::kNoAnswer: return Channel();
+      case JoinResult::kDisagrees: break;
     }
     throw Error(
         ErrorCode::kInvalidArgument,

@@ -14,32 +14,25 @@ namespace {
 
 const char* name_of(RoutingMethod method) {
   switch (method) {
-    case RoutingMethod::kTopK:
-      return "top-k";
-    case RoutingMethod::kSparseMixer:
-      return "sparse mixer";
-    case RoutingMethod::kHash:
-      return "hash";
+    case RoutingMethod::kTopK: return "top-k";
+    case RoutingMethod::kSparseMixer: return "sparse mixer";
+    case RoutingMethod::kHash: return "hash";
   }
   return "unknown";
 }
 
 const char* name_of(GroupScore score) {
   switch (score) {
-    case GroupScore::kMax:
-      return "max";
-    case GroupScore::kSumTopTwo:
-      return "sum of two";
+    case GroupScore::kMax: return "max";
+    case GroupScore::kSumTopTwo: return "sum of two";
   }
   return "unknown";
 }
 
 const char* name_of(CapacityRule rule) {
   switch (rule) {
-    case CapacityRule::kSlots:
-      return "of slots";
-    case CapacityRule::kTokens:
-      return "of tokens";
+    case CapacityRule::kSlots: return "of slots";
+    case CapacityRule::kTokens: return "of tokens";
   }
   return "unknown";
 }

@@ -167,10 +167,8 @@ void require_whole(const MoeWeights& weights) { MappedWeights(weights).require_w
 
 const char* to_string(Backend backend) {
   switch (backend) {
-    case Backend::kCpu:
-      return "cpu";
-    case Backend::kCuda:
-      return "cuda";
+    case Backend::kCpu: return "cpu";
+    case Backend::kCuda: return "cuda";
   }
   return "unknown";
 }

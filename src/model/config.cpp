@@ -465,32 +465,19 @@ Draft parse_plain_ffn(const Keys& keys, int num_layers) {
 
 Draft parse_family(Family family, const Keys& keys, int num_layers, const std::string& model_type) {
   switch (family) {
-    case Family::kOlmoe:
-      return parse_olmoe(keys, num_layers);
-    case Family::kQwenMoe:
-      return parse_qwen(keys, num_layers, model_type);
-    case Family::kMixtral:
-      return parse_mixtral(keys, num_layers);
-    case Family::kDeepseekV2:
-      return parse_deepseek_v2(keys, num_layers);
-    case Family::kDeepseekV3:
-      return parse_deepseek_v3(keys, num_layers, model_type);
-    case Family::kDeepseekV4:
-      return parse_deepseek_v4(keys, num_layers);
-    case Family::kLlama4:
-      return parse_llama4(keys, num_layers);
-    case Family::kGptOss:
-      return parse_gpt_oss(keys, num_layers);
-    case Family::kMiniMax:
-      return parse_minimax(keys, num_layers, model_type);
-    case Family::kDbrx:
-      return parse_dbrx(keys, num_layers);
-    case Family::kPhimoe:
-      return parse_phimoe(keys, num_layers);
-    case Family::kJamba:
-      return parse_jamba(keys, num_layers);
-    case Family::kPlainFfn:
-      return parse_plain_ffn(keys, num_layers);
+    case Family::kOlmoe: return parse_olmoe(keys, num_layers);
+    case Family::kQwenMoe: return parse_qwen(keys, num_layers, model_type);
+    case Family::kMixtral: return parse_mixtral(keys, num_layers);
+    case Family::kDeepseekV2: return parse_deepseek_v2(keys, num_layers);
+    case Family::kDeepseekV3: return parse_deepseek_v3(keys, num_layers, model_type);
+    case Family::kDeepseekV4: return parse_deepseek_v4(keys, num_layers);
+    case Family::kLlama4: return parse_llama4(keys, num_layers);
+    case Family::kGptOss: return parse_gpt_oss(keys, num_layers);
+    case Family::kMiniMax: return parse_minimax(keys, num_layers, model_type);
+    case Family::kDbrx: return parse_dbrx(keys, num_layers);
+    case Family::kPhimoe: return parse_phimoe(keys, num_layers);
+    case Family::kJamba: return parse_jamba(keys, num_layers);
+    case Family::kPlainFfn: return parse_plain_ffn(keys, num_layers);
   }
   throw Error(ErrorCode::kInvalidConfig, "a model family without a parser");
 }

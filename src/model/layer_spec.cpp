@@ -132,30 +132,21 @@ void validate(const LayerSpec& spec) {
 const char* name_of(const Activation& activation) {
   const bool gated = activation.gated;
   switch (activation.kind) {
-    case ActivationKind::kSilu:
-      return gated ? "swiglu" : "silu";
-    case ActivationKind::kGelu:
-      return gated ? "geglu" : "gelu";
-    case ActivationKind::kGeluTanh:
-      return gated ? "geglu (tanh)" : "gelu (tanh)";
-    case ActivationKind::kRelu:
-      return gated ? "reglu" : "relu";
-    case ActivationKind::kRelu2:
-      return gated ? "gated relu2" : "relu2";
-    case ActivationKind::kIdentity:
-      return gated ? "bilinear" : "linear";
+    case ActivationKind::kSilu: return gated ? "swiglu" : "silu";
+    case ActivationKind::kGelu: return gated ? "geglu" : "gelu";
+    case ActivationKind::kGeluTanh: return gated ? "geglu (tanh)" : "gelu (tanh)";
+    case ActivationKind::kRelu: return gated ? "reglu" : "relu";
+    case ActivationKind::kRelu2: return gated ? "gated relu2" : "relu2";
+    case ActivationKind::kIdentity: return gated ? "bilinear" : "linear";
   }
   return "unknown";
 }
 
 const char* name_of(ScoreFunction score) {
   switch (score) {
-    case ScoreFunction::kSoftmax:
-      return "softmax";
-    case ScoreFunction::kSigmoid:
-      return "sigmoid";
-    case ScoreFunction::kSqrtSoftplus:
-      return "sqrt-softplus";
+    case ScoreFunction::kSoftmax: return "softmax";
+    case ScoreFunction::kSigmoid: return "sigmoid";
+    case ScoreFunction::kSqrtSoftplus: return "sqrt-softplus";
   }
   return "unknown";
 }

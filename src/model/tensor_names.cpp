@@ -144,24 +144,16 @@ std::span<const TensorNames* const> tensor_names(Family family) {
     case Family::kOlmoe:
     case Family::kDeepseekV2:
     case Family::kDeepseekV3:
-    case Family::kPlainFfn:
-      return kMlpForms;
-    case Family::kQwenMoe:
-      return kQwenForms;
+    case Family::kPlainFfn: return kMlpForms;
+    case Family::kQwenMoe: return kQwenForms;
     case Family::kMixtral:
     case Family::kMiniMax:
-    case Family::kPhimoe:
-      return kBlockSparseForms;
-    case Family::kDeepseekV4:
-      return kDeepseekV4Forms;
-    case Family::kLlama4:
-      return kLlama4Forms;
-    case Family::kGptOss:
-      return kGptOssForms;
-    case Family::kDbrx:
-      return kDbrxForms;
-    case Family::kJamba:
-      return kJambaForms;
+    case Family::kPhimoe: return kBlockSparseForms;
+    case Family::kDeepseekV4: return kDeepseekV4Forms;
+    case Family::kLlama4: return kLlama4Forms;
+    case Family::kGptOss: return kGptOssForms;
+    case Family::kDbrx: return kDbrxForms;
+    case Family::kJamba: return kJambaForms;
   }
   return kMlpForms;
 }

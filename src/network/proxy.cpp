@@ -176,8 +176,7 @@ std::string Proxy::liveness(int rank) const {
     }
     case Peer::kDeparted:
       return fmt::format("rank {} on {} has destroyed its World", rank, where_[i]);
-    case Peer::kHere:
-      break;
+    case Peer::kHere: break;
   }
   const std::int64_t age = now_ns() - last_heard_[i].load(std::memory_order_acquire);
   if (age < kLeastSilence) return "";
@@ -362,22 +361,17 @@ void Proxy::hear(const Event& event) {
     case Event::Kind::kLost:
       if (!is_rank_elsewhere(event.rank)) return;  // the deadline shows whose it was
       return suspect(event.rank, "cannot be reached: " + event.why, kGoodbyeGrace);
-    case Event::Kind::kArrived:
-      break;
+    case Event::Kind::kArrived: break;
   }
   const Immediate immediate = Immediate::unpack(event.immediate);
   if (!is_rank_elsewhere(immediate.source)) return;  // nobody to blame
   last_heard_[static_cast<std::size_t>(immediate.source)].store(now_ns(),
                                                                 std::memory_order_release);
   switch (immediate.kind) {
-    case Immediate::Kind::kDispatchChunk:
-      return hear_chunk(immediate, Lane::kDispatch);
-    case Immediate::Kind::kCombineChunk:
-      return hear_chunk(immediate, Lane::kCombine);
-    case Immediate::Kind::kDispatchCredit:
-      return hear_credit(immediate, Lane::kDispatch);
-    case Immediate::Kind::kCombineCredit:
-      return hear_credit(immediate, Lane::kCombine);
+    case Immediate::Kind::kDispatchChunk: return hear_chunk(immediate, Lane::kDispatch);
+    case Immediate::Kind::kCombineChunk: return hear_chunk(immediate, Lane::kCombine);
+    case Immediate::Kind::kDispatchCredit: return hear_credit(immediate, Lane::kDispatch);
+    case Immediate::Kind::kCombineCredit: return hear_credit(immediate, Lane::kCombine);
   }
 }
 

@@ -124,8 +124,7 @@ std::string apply(std::span<const std::byte> memory, std::uint64_t number, Landi
           }
         }
         break;
-      default:
-        return fmt::format("a record of kind {}", static_cast<std::uint32_t>(record.kind));
+      default: return fmt::format("a record of kind {}", static_cast<std::uint32_t>(record.kind));
     }
     at += length;
   }

@@ -131,8 +131,7 @@ void check_options(const GroupedGemmOptions& options) {
   require_device(options.device);
   require_sms("reserved_sms", options.reserved_sms);
   switch (options.backend) {
-    case Backend::kCpu:
-      break;
+    case Backend::kCpu: break;
     case Backend::kCuda:
       if (options.num_threads == 0) return;
       refuse(

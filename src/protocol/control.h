@@ -30,29 +30,18 @@ enum class Phase : std::uint8_t {
 
 SWITCHYARD_HOST_DEVICE constexpr const char* phase_name(Phase phase) {
   switch (phase) {
-    case Phase::kNone:
-      return "none";
-    case Phase::kGate:
-      return "gate";
-    case Phase::kCounts:
-      return "counts";
-    case Phase::kDispatch:
-      return "dispatch";
-    case Phase::kExperts:
-      return "experts";
-    case Phase::kCombine:
-      return "combine";
-    case Phase::kLink:
-      return "link";
+    case Phase::kNone: return "none";
+    case Phase::kGate: return "gate";
+    case Phase::kCounts: return "counts";
+    case Phase::kDispatch: return "dispatch";
+    case Phase::kExperts: return "experts";
+    case Phase::kCombine: return "combine";
+    case Phase::kLink: return "link";
     case Phase::kBootstrap:
-    case Phase::kNeighbours:
-      return "bootstrap";
-    case Phase::kSignal:
-      return "signal";
-    case Phase::kGaveUp:
-      return "gave up";
-    case Phase::kLeft:
-      return "left";
+    case Phase::kNeighbours: return "bootstrap";
+    case Phase::kSignal: return "signal";
+    case Phase::kGaveUp: return "gave up";
+    case Phase::kLeft: return "left";
   }
   return "?";
 }

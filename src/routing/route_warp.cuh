@@ -667,10 +667,8 @@ __device__ __forceinline__ float weigh_by_logit(const DeviceRouting& routing, So
       if (over_chosen) softmax.sum = sum_in_lane_order(0.0f, term, routing.top_k);
       return softmax.sum > 0.0f ? term / softmax.sum : 0.0f;
     }
-    case ScoreFunction::kSigmoid:
-      return present ? sigmoid(chosen.value) : 0.0f;
-    case ScoreFunction::kSqrtSoftplus:
-      return present ? sqrt_softplus(chosen.value) : 0.0f;
+    case ScoreFunction::kSigmoid: return present ? sigmoid(chosen.value) : 0.0f;
+    case ScoreFunction::kSqrtSoftplus: return present ? sqrt_softplus(chosen.value) : 0.0f;
   }
   return 0.0f;
 }

@@ -16,15 +16,12 @@ static_assert(std::is_trivially_copyable_v<HeapCall> &&
 
 std::string describe(const HeapCall& call) {
   switch (call.kind) {
-    case HeapCall::Kind::kNone:
-      return "nothing more";
+    case HeapCall::Kind::kNone: return "nothing more";
     case HeapCall::Kind::kAllocate:
       return fmt::format("allocate({} bytes, alignment {}), which is at offset {}", call.bytes,
                          call.alignment, call.offset);
-    case HeapCall::Kind::kFree:
-      return fmt::format("free(offset {})", call.offset);
-    case HeapCall::Kind::kReset:
-      return "reset()";
+    case HeapCall::Kind::kFree: return fmt::format("free(offset {})", call.offset);
+    case HeapCall::Kind::kReset: return "reset()";
   }
   return "an unknown call";
 }

@@ -53,23 +53,18 @@ RankEvent find_awaited(const EventIndex& index, const RankEvent& event) {
   const TraceEvent& e = *event.event;
   switch (e.wait) {
     case TraceWait::kNothing:
-    case TraceWait::kCore:
-      return {};
-    case TraceWait::kTask:
-      return find_task(index, event);
+    case TraceWait::kCore: return {};
+    case TraceWait::kTask: return find_task(index, event);
     case TraceWait::kSlot:
       return {event.rank, index.last_ended(event.rank, TraceKind::kGemm2, e.begin_ns,
                                            [&](const TraceEvent& other) { return &other != &e; })};
-    case TraceWait::kInput:
-      return find_input(index, event);
-    case TraceWait::kCounts:
-      return find_counts(index, event);
+    case TraceWait::kInput: return find_input(index, event);
+    case TraceWait::kCounts: return find_counts(index, event);
     case TraceWait::kDispatch:
       return last_of_peers(index, event, false, [&](int r) {
         return find_send(index, r, event.rank, e.expert, e.begin_ns);
       });
-    case TraceWait::kCombine:
-      return find_result(index, event.rank, e);
+    case TraceWait::kCombine: return find_result(index, event.rank, e);
   }
   return {};
 }

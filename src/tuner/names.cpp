@@ -15,18 +15,12 @@ Generator generator_named(std::string_view name) {
 
 const char* to_string(Form form) {
   switch (form) {
-    case Form::kTasks:
-      return "tasks";
-    case Form::kWaves:
-      return "waves";
-    case Form::kRoundedWaves:
-      return "rounded_waves";
-    case Form::kFull:
-      return "full";
-    case Form::kRoundedFull:
-      return "rounded_full";
-    case Form::kExperts:
-      break;
+    case Form::kTasks: return "tasks";
+    case Form::kWaves: return "waves";
+    case Form::kRoundedWaves: return "rounded_waves";
+    case Form::kFull: return "full";
+    case Form::kRoundedFull: return "rounded_full";
+    case Form::kExperts: break;
   }
   return "experts";
 }

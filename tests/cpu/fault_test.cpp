@@ -32,20 +32,16 @@ struct Share : GatedTokens {
 const char* phase_of(Kind kind) {
   switch (kind) {
     case Kind::kGate:
-    case Kind::kPublishCounts:
-      return "counts";
+    case Kind::kPublishCounts: return "counts";
     case Kind::kDispatch:
-    case Kind::kArrived:
-      return "dispatch";
+    case Kind::kArrived: return "dispatch";
     case Kind::kPlan:  // what needs no counts, sending included, is done before
     case Kind::kGemm1:
     case Kind::kGemm2:
-    case Kind::kFinished:
-      return "combine";
+    case Kind::kFinished: return "combine";
     case Kind::kCombine:
-      return "counts";  // nobody needs it before the next epoch: but see the test
-    case Kind::kWait:
-      break;  // see stop_test.cpp
+      return "counts";        // nobody needs it before the next epoch: but see the test
+    case Kind::kWait: break;  // see stop_test.cpp
   }
   return "?";
 }

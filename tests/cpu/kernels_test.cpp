@@ -125,18 +125,13 @@ TEST(Kernels, NarrowingRoundsToNearestEven) {
 
 double exact_activation(const Activation& a, double v) {
   switch (a.kind) {
-    case ActivationKind::kSilu:
-      return v / (1 + std::exp(-static_cast<double>(a.alpha) * v));
-    case ActivationKind::kGelu:
-      return 0.5 * v * std::erfc(-v / std::sqrt(2.0));
+    case ActivationKind::kSilu: return v / (1 + std::exp(-static_cast<double>(a.alpha) * v));
+    case ActivationKind::kGelu: return 0.5 * v * std::erfc(-v / std::sqrt(2.0));
     case ActivationKind::kGeluTanh:
       return 0.5 * v * (1 + std::tanh(std::sqrt(2 / M_PI) * (v + 0.044715 * v * v * v)));
-    case ActivationKind::kRelu:
-      return std::max(v, 0.0);
-    case ActivationKind::kRelu2:
-      return v > 0 ? v * v : 0.0;
-    case ActivationKind::kIdentity:
-      return v;
+    case ActivationKind::kRelu: return std::max(v, 0.0);
+    case ActivationKind::kRelu2: return v > 0 ? v * v : 0.0;
+    case ActivationKind::kIdentity: return v;
   }
   return NAN;
 }

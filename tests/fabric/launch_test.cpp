@@ -385,22 +385,15 @@ TEST(LaunchedPlayer, DISABLED_Rank) {
   tell_launcher_deadline(rank, kGenerous);
   if (!others_have_come()) ::_exit(90);
   switch (const char play = std::getenv("PLAY")[rank]) {
-    case 's':
-      ::raise(SIGSTOP);
-      ::_exit(91);
+    case 's': ::raise(SIGSTOP); ::_exit(91);
     case 'k':
       // After the others have reported and ended: the launcher must tell it from them.
       std::this_thread::sleep_for(kShort);
       ::raise(SIGKILL);
       ::_exit(92);
-    case 'x':
-      ::_exit(7);
-    case 'r':
-      std::this_thread::sleep_for(std::chrono::minutes(10));
-      ::_exit(93);
-    case 'c':
-      told(1, "bootstrap");
-      ::_exit(3);
+    case 'x': ::_exit(7);
+    case 'r': std::this_thread::sleep_for(std::chrono::minutes(10)); ::_exit(93);
+    case 'c': told(1, "bootstrap"); ::_exit(3);
     case 'A':
       // Why it fails, and then how.
       told(1);

@@ -224,16 +224,13 @@ class Player {
     }
     begin(to_string(what));
     switch (what) {
-      case Act::kBarrier:
-        return world_->barrier();
+      case Act::kBarrier: return world_->barrier();
       case Act::kMakeLayer:
         return static_cast<void>(MoeLayer(*world_, spec_, weights_, layer_options(false)));
       case Act::kMakeExchange:
         return static_cast<void>(Exchange(*world_, exchange_spec(), exchange_options(false)));
-      case Act::kMakeHeap:
-        return static_cast<void>(SymmetricHeap(*world_, std::size_t{1} << 16));
-      case Act::kPass:
-        return pass();
+      case Act::kMakeHeap: return static_cast<void>(SymmetricHeap(*world_, std::size_t{1} << 16));
+      case Act::kPass: return pass();
       case Act::kDispatch:
         exchange_->dispatch_send({.tokens = x_.view(), .ids = ids_, .weights = slot_weights_},
                                  handle_);
@@ -259,17 +256,11 @@ class Player {
           heap_->wait(flags_ + from, signals_, from);
         }
         return;
-      case Act::kHeapBarrier:
-        return heap_->barrier();
-      case Act::kCloseLayer:
-        return layer_.reset();
-      case Act::kCloseExchange:
-        handle_ = {};
-        return exchange_.reset();
-      case Act::kCloseHeap:
-        return heap_.reset();
-      case Act::kCloseWorld:
-        return world_.reset();
+      case Act::kHeapBarrier: return heap_->barrier();
+      case Act::kCloseLayer: return layer_.reset();
+      case Act::kCloseExchange: handle_ = {}; return exchange_.reset();
+      case Act::kCloseHeap: return heap_.reset();
+      case Act::kCloseWorld: return world_.reset();
     }
   }
 
@@ -322,14 +313,10 @@ class Player {
 
 int signal_of(Harm harm) {
   switch (harm) {
-    case Harm::kKill:
-      return SIGKILL;
-    case Harm::kStop:
-      return SIGSTOP;
-    case Harm::kExit:
-      return SIGUSR1;
-    case Harm::kInterrupt:
-      return SIGINT;
+    case Harm::kKill: return SIGKILL;
+    case Harm::kStop: return SIGSTOP;
+    case Harm::kExit: return SIGUSR1;
+    case Harm::kInterrupt: return SIGINT;
   }
   return 0;
 }

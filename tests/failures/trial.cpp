@@ -12,34 +12,23 @@ namespace {
 
 const char* to_string(Harm harm) {
   switch (harm) {
-    case Harm::kKill:
-      return "kill";
-    case Harm::kStop:
-      return "stop";
-    case Harm::kExit:
-      return "exit";
-    case Harm::kInterrupt:
-      return "interrupt";
+    case Harm::kKill: return "kill";
+    case Harm::kStop: return "stop";
+    case Harm::kExit: return "exit";
+    case Harm::kInterrupt: return "interrupt";
   }
   return "";
 }
 
 const char* to_string(Scene scene) {
   switch (scene) {
-    case Scene::kPass:
-      return "pass";
-    case Scene::kCollective:
-      return "collective";
-    case Scene::kExchange:
-      return "exchange";
-    case Scene::kHeap:
-      return "heap";
-    case Scene::kClose:
-      return "close";
-    case Scene::kStart:
-      return "start";
-    case Scene::kMixed:
-      return "mix";
+    case Scene::kPass: return "pass";
+    case Scene::kCollective: return "collective";
+    case Scene::kExchange: return "exchange";
+    case Scene::kHeap: return "heap";
+    case Scene::kClose: return "close";
+    case Scene::kStart: return "start";
+    case Scene::kMixed: return "mix";
   }
   return "";
 }
@@ -75,12 +64,9 @@ std::vector<Act> draw_acts(test::Numbers& numbers, Scene scene, bool one_host) {
   std::vector<Act> acts;
   const int heap = one_host ? 1 : 0;
   switch (scene) {
-    case Scene::kPass:
-      return {Act::kPass};
-    case Scene::kExchange:
-      return {Act::kDispatch, Act::kCombine};
-    case Scene::kStart:
-      return {Act::kBarrier};
+    case Scene::kPass: return {Act::kPass};
+    case Scene::kExchange: return {Act::kDispatch, Act::kCombine};
+    case Scene::kStart: return {Act::kBarrier};
     case Scene::kCollective:
       for (int i = numbers.between(1, 3); i > 0; --i) {
         acts.push_back(draw<Act>(numbers, {{Act::kBarrier, 3},
@@ -122,34 +108,20 @@ std::vector<Act> draw_acts(test::Numbers& numbers, Scene scene, bool one_host) {
 
 const char* to_string(Act act) {
   switch (act) {
-    case Act::kBarrier:
-      return "barrier";
-    case Act::kMakeLayer:
-      return "make layer";
-    case Act::kMakeExchange:
-      return "make exchange";
-    case Act::kMakeHeap:
-      return "make heap";
-    case Act::kPass:
-      return "pass";
-    case Act::kDispatch:
-      return "dispatch";
-    case Act::kCombine:
-      return "combine";
-    case Act::kHeapRing:
-      return "heap ring";
-    case Act::kHeapAll:
-      return "heap all";
-    case Act::kHeapBarrier:
-      return "heap barrier";
-    case Act::kCloseLayer:
-      return "close layer";
-    case Act::kCloseExchange:
-      return "close exchange";
-    case Act::kCloseHeap:
-      return "close heap";
-    case Act::kCloseWorld:
-      return "close world";
+    case Act::kBarrier: return "barrier";
+    case Act::kMakeLayer: return "make layer";
+    case Act::kMakeExchange: return "make exchange";
+    case Act::kMakeHeap: return "make heap";
+    case Act::kPass: return "pass";
+    case Act::kDispatch: return "dispatch";
+    case Act::kCombine: return "combine";
+    case Act::kHeapRing: return "heap ring";
+    case Act::kHeapAll: return "heap all";
+    case Act::kHeapBarrier: return "heap barrier";
+    case Act::kCloseLayer: return "close layer";
+    case Act::kCloseExchange: return "close exchange";
+    case Act::kCloseHeap: return "close heap";
+    case Act::kCloseWorld: return "close world";
   }
   return "";
 }
@@ -228,8 +200,7 @@ std::string Trial::words() const {
   text += ", acts";
   for (const Act one : acts) text += fmt::format(" [{}]", to_string(one));
   switch (how) {
-    case How::kFromOutside:
-      return text + fmt::format(", from outside at {} us", moment.count());
+    case How::kFromOutside: return text + fmt::format(", from outside at {} us", moment.count());
     case How::kBeforeAct:
       if (scene == Scene::kStart) return text + ", before it comes";
       return text +

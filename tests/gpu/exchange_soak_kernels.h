@@ -27,16 +27,12 @@ SWITCHYARD_HOST_DEVICE inline int soak_tokens(const SoakShape& shape, int rank,
   const std::uint32_t h = soak_hash(static_cast<std::uint32_t>(rank), call, 77);
   const auto most = static_cast<std::uint32_t>(shape.max_tokens);
   switch (h % 8) {
-    case 0:
-      return 0;
-    case 1:
-      return shape.max_tokens;
+    case 0: return 0;
+    case 1: return shape.max_tokens;
     case 2:
     case 3:
-    case 4:
-      return static_cast<int>((h >> 8) % 17);
-    default:
-      return static_cast<int>((h >> 8) % (most + 1));
+    case 4: return static_cast<int>((h >> 8) % 17);
+    default: return static_cast<int>((h >> 8) % (most + 1));
   }
 }
 

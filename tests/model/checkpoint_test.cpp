@@ -73,25 +73,15 @@ double element(const MatrixView& view, std::int64_t r, std::int64_t c) {
   std::int64_t integer = 0;
   float value = 0;
   switch (view.dtype) {
-    case DType::kF32:
-      std::memcpy(&value, at, 4);
-      return static_cast<double>(value);
-    case DType::kF16:
-      std::memcpy(&half, at, 2);
-      return static_cast<double>(f16_to_f32(half));
-    case DType::kBF16:
-      std::memcpy(&half, at, 2);
-      return static_cast<double>(bf16_to_f32(half));
+    case DType::kF32: std::memcpy(&value, at, 4); return static_cast<double>(value);
+    case DType::kF16: std::memcpy(&half, at, 2); return static_cast<double>(f16_to_f32(half));
+    case DType::kBF16: std::memcpy(&half, at, 2); return static_cast<double>(bf16_to_f32(half));
     case DType::kF8E4M3:
       return static_cast<double>(f8e4m3_to_f32(static_cast<std::uint8_t>(*at))) *
              static_cast<double>(
                  view.f32_scale()[r / view.scale_rows * view.scale_stride + c / view.scale_cols]);
-    case DType::kI64:
-      std::memcpy(&integer, at, 8);
-      return static_cast<double>(integer);
-    default:
-      ADD_FAILURE() << "dtype " << to_string(view.dtype);
-      return 0;
+    case DType::kI64: std::memcpy(&integer, at, 8); return static_cast<double>(integer);
+    default: ADD_FAILURE() << "dtype " << to_string(view.dtype); return 0;
   }
 }
 

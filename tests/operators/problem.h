@@ -193,12 +193,9 @@ class Problem {
     const int half = case_.n / 2;
     if (!case_.gated()) return i;
     switch (case_.order) {
-      case GateOrder::kGateUp:
-        return gate ? i : half + i;
-      case GateOrder::kUpGate:
-        return gate ? half + i : i;
-      case GateOrder::kInterleaved:
-        return 2 * i + (gate ? 0 : 1);
+      case GateOrder::kGateUp: return gate ? i : half + i;
+      case GateOrder::kUpGate: return gate ? half + i : i;
+      case GateOrder::kInterleaved: return 2 * i + (gate ? 0 : 1);
     }
     return 0;
   }
@@ -474,20 +471,15 @@ inline Rows Problem::run(GroupedGemm& gemm, const Call& call) const {
 template <typename Real>
 Real apply_plainly(const Activation& a, Real v) {
   switch (a.kind) {
-    case ActivationKind::kSilu:
-      return v / (1 + std::exp(-static_cast<Real>(a.alpha) * v));
-    case ActivationKind::kGelu:
-      return v / 2 * (1 + std::erf(v / std::sqrt(Real{2})));
+    case ActivationKind::kSilu: return v / (1 + std::exp(-static_cast<Real>(a.alpha) * v));
+    case ActivationKind::kGelu: return v / 2 * (1 + std::erf(v / std::sqrt(Real{2})));
     case ActivationKind::kGeluTanh:
       return v / 2 *
              (1 + std::tanh(std::sqrt(2 / std::acos(Real{-1})) *
                             (v + static_cast<Real>(0.044715) * v * v * v)));
-    case ActivationKind::kRelu:
-      return v > 0 ? v : 0;
-    case ActivationKind::kRelu2:
-      return v > 0 ? v * v : 0;
-    case ActivationKind::kIdentity:
-      break;
+    case ActivationKind::kRelu: return v > 0 ? v : 0;
+    case ActivationKind::kRelu2: return v > 0 ? v * v : 0;
+    case ActivationKind::kIdentity: break;
   }
   return v;
 }

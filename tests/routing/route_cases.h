@@ -106,32 +106,21 @@ inline float draw(Kind kind, std::mt19937& random) {
   const float value = normal(random);
   const auto die = static_cast<std::uint32_t>(random());
   switch (kind) {
-    case Kind::kWide:
-      return 20.0f * value;
-    case Kind::kManyTies:
-      return 0.5f * std::round(value);
-    case Kind::kAllEqual:
-      return 0.25f;
-    case Kind::kZeros:
-      return die % 2 ? 0.0f : -0.0f;
-    case Kind::kSomeNaN:
-      return die % 20 ? value : kNaN;
-    case Kind::kMostlyNaN:
-      return die % 50 ? kNaN : value;
-    case Kind::kAllNaN:
-      return kNaN;
-    case Kind::kAllMinusInfinity:
-      return -kInfinity;
+    case Kind::kWide: return 20.0f * value;
+    case Kind::kManyTies: return 0.5f * std::round(value);
+    case Kind::kAllEqual: return 0.25f;
+    case Kind::kZeros: return die % 2 ? 0.0f : -0.0f;
+    case Kind::kSomeNaN: return die % 20 ? value : kNaN;
+    case Kind::kMostlyNaN: return die % 50 ? kNaN : value;
+    case Kind::kAllNaN: return kNaN;
+    case Kind::kAllMinusInfinity: return -kInfinity;
     case Kind::kExtremes: {
       const float values[] = {kNaN, kInfinity, -kInfinity, 0.0f, -0.0f, 3e38f, -3e38f, value};
       return values[die % 8];
     }
-    case Kind::kTiny:
-      return 1e-38f * value;
-    case Kind::kHuge:
-      return die % 4 ? -100.0f * std::fabs(value) : 1e30f * value;
-    default:
-      return value;
+    case Kind::kTiny: return 1e-38f * value;
+    case Kind::kHuge: return die % 4 ? -100.0f * std::fabs(value) : 1e30f * value;
+    default: return value;
   }
 }
 

@@ -251,12 +251,9 @@ cudaError_t launch_combine_send(const ExchangeSite& site, const HandleSite& hand
                                 const CombineSend& call, DType dtype, unsigned blocks,
                                 cudaStream_t stream) {
   switch (dtype) {
-    case DType::kF32:
-      return launch_return<DType::kF32>(site, handle, call, blocks, stream);
-    case DType::kF16:
-      return launch_return<DType::kF16>(site, handle, call, blocks, stream);
-    default:
-      return launch_return<DType::kBF16>(site, handle, call, blocks, stream);
+    case DType::kF32: return launch_return<DType::kF32>(site, handle, call, blocks, stream);
+    case DType::kF16: return launch_return<DType::kF16>(site, handle, call, blocks, stream);
+    default: return launch_return<DType::kBF16>(site, handle, call, blocks, stream);
   }
 }
 

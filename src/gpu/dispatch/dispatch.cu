@@ -664,14 +664,11 @@ cudaError_t launch_dispatch_send(const ExchangeSite& site, const HandleSite& han
   const DispatchReceive nothing{};
   const DispatchReceive& to = receive == nullptr ? nothing : *receive;
   switch (wire) {
-    case Wire::kCopy:
-      return launch_send<Wire::kCopy>(site, handle, call, to, count, stream);
+    case Wire::kCopy: return launch_send<Wire::kCopy>(site, handle, call, to, count, stream);
     case Wire::kFromBF16:
       return launch_send<Wire::kFromBF16>(site, handle, call, to, count, stream);
-    case Wire::kFromF16:
-      return launch_send<Wire::kFromF16>(site, handle, call, to, count, stream);
-    case Wire::kFromF32:
-      return launch_send<Wire::kFromF32>(site, handle, call, to, count, stream);
+    case Wire::kFromF16: return launch_send<Wire::kFromF16>(site, handle, call, to, count, stream);
+    case Wire::kFromF32: return launch_send<Wire::kFromF32>(site, handle, call, to, count, stream);
   }
   return cudaErrorInvalidValue;
 }

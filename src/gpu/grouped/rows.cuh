@@ -19,12 +19,9 @@ __device__ __forceinline__ std::uint32_t first_row(const RowLayout& layout, cons
                                                    const std::uint32_t* begin,
                                                    std::uint32_t expert) {
   switch (layout.kind) {
-    case RowLayout::Kind::kPacked:
-      return rows.packed_begin[expert];
-    case RowLayout::Kind::kBlocked:
-      return begin[expert];
-    case RowLayout::Kind::kPadded:
-      return expert * static_cast<std::uint32_t>(layout.size);
+    case RowLayout::Kind::kPacked: return rows.packed_begin[expert];
+    case RowLayout::Kind::kBlocked: return begin[expert];
+    case RowLayout::Kind::kPadded: return expert * static_cast<std::uint32_t>(layout.size);
   }
   return 0;
 }

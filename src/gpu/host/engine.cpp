@@ -597,8 +597,7 @@ std::string Engine::describe(const BadId& bad) const {
       case BadId::Kind::kTable:
         return fmt::format("the routing table has expert {} for token {}; expert ids are 0 to {}",
                            bad.id, bad.token, spec_.num_experts - 1);
-      case BadId::Kind::kExpert:
-        break;
+      case BadId::Kind::kExpert: break;
     }
     return fmt::format("token {} has expert id {}; expert ids are 0 to {}, or {} for none",
                        bad.token, bad.id, spec_.num_experts - 1, kNoExpert);

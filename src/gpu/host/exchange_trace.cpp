@@ -24,16 +24,11 @@ Part part_of(ExchangeStage stage, TraceKind kind) {
       // Blocks that place rows early wait for them while they place.
       if (kind == TraceKind::kPack) return {TraceRole::kPack, TraceWait::kNothing};
       return {TraceRole::kSend, TraceWait::kNothing};
-    case ExchangeStage::kAwaitDispatch:
-      return {TraceRole::kPass, TraceWait::kDispatch};
-    case ExchangeStage::kPlaceRows:
-      return {TraceRole::kPack, TraceWait::kNothing};
-    case ExchangeStage::kSendResults:
-      return {TraceRole::kSend, TraceWait::kNothing};
-    case ExchangeStage::kAwaitCombine:
-      return {TraceRole::kPass, TraceWait::kCombine};
-    case ExchangeStage::kSumTokens:
-      return {TraceRole::kMath, TraceWait::kNothing};
+    case ExchangeStage::kAwaitDispatch: return {TraceRole::kPass, TraceWait::kDispatch};
+    case ExchangeStage::kPlaceRows: return {TraceRole::kPack, TraceWait::kNothing};
+    case ExchangeStage::kSendResults: return {TraceRole::kSend, TraceWait::kNothing};
+    case ExchangeStage::kAwaitCombine: return {TraceRole::kPass, TraceWait::kCombine};
+    case ExchangeStage::kSumTokens: return {TraceRole::kMath, TraceWait::kNothing};
   }
   return {TraceRole::kPass, TraceWait::kNothing};
 }

@@ -74,12 +74,8 @@ float element(const MatrixView& m, std::int64_t r, std::int64_t c) {
       std::memcpy(&value, at, sizeof value);
       return value;
     }
-    case DType::kBF16:
-      std::memcpy(&code, at, sizeof code);
-      return bf16_to_f32(code);
-    case DType::kF16:
-      std::memcpy(&code, at, sizeof code);
-      return f16_to_f32(code);
+    case DType::kBF16: std::memcpy(&code, at, sizeof code); return bf16_to_f32(code);
+    case DType::kF16: std::memcpy(&code, at, sizeof code); return f16_to_f32(code);
     default: {
       const float value = f8e4m3_to_f32(static_cast<std::uint8_t>(*at));
       if (m.scale == nullptr) return value;

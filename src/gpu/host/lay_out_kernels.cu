@@ -25,14 +25,10 @@ __device__ float element(const MatrixCopy& copy, std::int64_t row, std::int64_t 
   const MatrixView& m = copy.from;
   const std::int64_t at = row * m.row_stride + column * m.col_stride;
   switch (m.dtype) {
-    case DType::kF32:
-      return static_cast<const float*>(m.data)[at];
-    case DType::kBF16:
-      return __bfloat162float(static_cast<const __nv_bfloat16*>(m.data)[at]);
-    case DType::kF16:
-      return __half2float(static_cast<const __half*>(m.data)[at]);
-    default:
-      break;
+    case DType::kF32: return static_cast<const float*>(m.data)[at];
+    case DType::kBF16: return __bfloat162float(static_cast<const __nv_bfloat16*>(m.data)[at]);
+    case DType::kF16: return __half2float(static_cast<const __half*>(m.data)[at]);
+    default: break;
   }
   const std::uint8_t code = static_cast<const std::uint8_t*>(m.data)[at];
   if (copy.to_type == DType::kF8E4M3) return static_cast<float>(code);

@@ -22,14 +22,10 @@ Waits waits_of(TraceRole role, TraceKind kind, bool elsewhere) {
     case TraceRole::kPass:
       return {TraceWait::kNothing,
               kind == TraceKind::kCounts ? TraceWait::kCounts : TraceWait::kInput};
-    case TraceRole::kScheduler:
-      return {TraceWait::kTask, TraceWait::kTask};
-    case TraceRole::kWeights:
-      return {TraceWait::kTask, TraceWait::kSlot};
-    case TraceRole::kTokens:
-      return {TraceWait::kTask, TraceWait::kInput};
-    case TraceRole::kSend:
-      return {TraceWait::kNothing, TraceWait::kInput};
+    case TraceRole::kScheduler: return {TraceWait::kTask, TraceWait::kTask};
+    case TraceRole::kWeights: return {TraceWait::kTask, TraceWait::kSlot};
+    case TraceRole::kTokens: return {TraceWait::kTask, TraceWait::kInput};
+    case TraceRole::kSend: return {TraceWait::kNothing, TraceWait::kInput};
     case TraceRole::kPack:
       return {TraceWait::kNothing, elsewhere ? TraceWait::kDispatch : TraceWait::kSlot};
     case TraceRole::kMath:

@@ -613,14 +613,10 @@ __global__ void __launch_bounds__(kFewThreads, 1) few_tokens(const __grid_consta
 template <bool kGated>
 FewKernel few_kernel_of(FewNumbers numbers) {
   switch (numbers) {
-    case FewNumbers::kFp8:
-      return few_tokens<FewNumbers::kFp8, kGated>;
-    case FewNumbers::kMxfp4:
-      return few_tokens<FewNumbers::kMxfp4, kGated>;
-    case FewNumbers::kInt4:
-      return few_tokens<FewNumbers::kInt4, kGated>;
-    case FewNumbers::kBf16:
-      break;
+    case FewNumbers::kFp8: return few_tokens<FewNumbers::kFp8, kGated>;
+    case FewNumbers::kMxfp4: return few_tokens<FewNumbers::kMxfp4, kGated>;
+    case FewNumbers::kInt4: return few_tokens<FewNumbers::kInt4, kGated>;
+    case FewNumbers::kBf16: break;
   }
   return few_tokens<FewNumbers::kBf16, kGated>;
 }

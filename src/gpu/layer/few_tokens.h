@@ -52,14 +52,11 @@ struct FewBox : FourBitBox<kType> {
 };
 constexpr std::uint32_t few_stage_bytes(FewNumbers numbers) {
   switch (numbers) {
-    case FewNumbers::kMxfp4:
-      return kFewBoxes * FewBox<DType::kF4E2M1>::kPart;
-    case FewNumbers::kInt4:
-      return kFewBoxes * FewBox<DType::kU4>::kPart;
+    case FewNumbers::kMxfp4: return kFewBoxes * FewBox<DType::kF4E2M1>::kPart;
+    case FewNumbers::kInt4: return kFewBoxes * FewBox<DType::kU4>::kPart;
     case FewNumbers::kFp8:  // with the scales of both rows of each lane
       return kFewRows * kFewStageRowBytes + 32 * 8;
-    case FewNumbers::kBf16:
-      break;
+    case FewNumbers::kBf16: break;
   }
   return kFewRows * kFewStageRowBytes;
 }

@@ -147,14 +147,10 @@ __device__ __forceinline__ bool count_all_rows(const Pass<P>& pass) {
 // placing tiles and describing a task.
 __device__ __forceinline__ std::uint32_t rehearsed_parts(std::uint32_t warp) {
   switch (warp) {
-    case kWeightsWarp:
-      return routing::kScorePart;
-    case kTokensWarp:
-      return routing::kChoicePart;
-    case kPackWarp:
-      return routing::kWeightPart;
-    default:
-      return 0;
+    case kWeightsWarp: return routing::kScorePart;
+    case kTokensWarp: return routing::kChoicePart;
+    case kPackWarp: return routing::kWeightPart;
+    default: return 0;
   }
 }
 

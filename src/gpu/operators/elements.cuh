@@ -128,12 +128,9 @@ template <typename Call, bool kVectors>
 __device__ __forceinline__ void store_sum(const Call& call, std::uint32_t token,
                                           const Columns<kVectors>& columns, float (&sum)[8]) {
   switch (call.to) {
-    case DType::kF32:
-      return store_sum_as<DType::kF32>(call, token, columns, sum);
-    case DType::kF16:
-      return store_sum_as<DType::kF16>(call, token, columns, sum);
-    default:
-      return store_sum_as<DType::kBF16>(call, token, columns, sum);
+    case DType::kF32: return store_sum_as<DType::kF32>(call, token, columns, sum);
+    case DType::kF16: return store_sum_as<DType::kF16>(call, token, columns, sum);
+    default: return store_sum_as<DType::kBF16>(call, token, columns, sum);
   }
 }
 

@@ -101,14 +101,9 @@ cudaError_t launch_unpermute(const UnpermuteCall& call, cudaStream_t stream) {
   if (blocks > std::int64_t{0x7fffffff}) return cudaErrorInvalidConfiguration;
   const auto count = static_cast<unsigned>(blocks);
   switch (call.in) {
-    case DType::kF32:
-      launch<DType::kF32>(call, count, vectors, stream);
-      break;
-    case DType::kF16:
-      launch<DType::kF16>(call, count, vectors, stream);
-      break;
-    default:
-      launch<DType::kBF16>(call, count, vectors, stream);
+    case DType::kF32: launch<DType::kF32>(call, count, vectors, stream); break;
+    case DType::kF16: launch<DType::kF16>(call, count, vectors, stream); break;
+    default: launch<DType::kBF16>(call, count, vectors, stream);
   }
   return cudaGetLastError();
 }

@@ -61,23 +61,15 @@ __device__ __forceinline__ void gemm_tile_of(std::uint32_t units, const TilePipe
     break;
       SWITCHYARD_HEIGHT(16)
       SWITCHYARD_HEIGHT(32)
-      case 3:
-        SWITCHYARD_HEIGHT(64)
-      case 5:
-        SWITCHYARD_HEIGHT(96)
-      case 7:
-        SWITCHYARD_HEIGHT(128)
-      case 9:
-        SWITCHYARD_HEIGHT(160)
-      case 11:
-        SWITCHYARD_HEIGHT(192)
-      case 13:
-        SWITCHYARD_HEIGHT(224)
-      case 15:
-        SWITCHYARD_HEIGHT(256)
+      case 3: SWITCHYARD_HEIGHT(64)
+      case 5: SWITCHYARD_HEIGHT(96)
+      case 7: SWITCHYARD_HEIGHT(128)
+      case 9: SWITCHYARD_HEIGHT(160)
+      case 11: SWITCHYARD_HEIGHT(192)
+      case 13: SWITCHYARD_HEIGHT(224)
+      case 15: SWITCHYARD_HEIGHT(256)
 #undef SWITCHYARD_HEIGHT
-      default:
-        break;
+      default: break;
     }
   }
 }
