@@ -112,8 +112,9 @@ class Fused:
 # Models whose blocks do not add complete outputs up over ranks, which would be those of different tokens: whether a
 # block multiplies them by routed_scaling_factor itself, which it does not where SGLang gathers tokens.
 FUSED_MODELS = {
-    "DeepseekV2ForCausalLM": True, "DeepseekV3ForCausalLM": True, "Qwen2MoeForCausalLM": False,
-    "Qwen3MoeForCausalLM": False,
+    "DeepseekV2ForCausalLM": True, "DeepseekV3ForCausalLM": True, "DeepseekV32ForCausalLM": True,
+    "Glm4MoeForCausalLM": True, "GlmMoeDsaForCausalLM": True,
+    "Qwen2MoeForCausalLM": False, "Qwen3MoeForCausalLM": False,
 }
 
 

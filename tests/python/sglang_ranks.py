@@ -129,9 +129,28 @@ def deepseek_fp8():
     return deepseek(fp8_config())
 
 
+def glm4():
+    """As DeepSeek's, with a gate in fp32."""
+    from sglang.srt.models import glm4_moe
+
+    from switchyard import _sglang_runner
+
+    glm4_moe.ExpertLocationDispatchInfo = SimpleNamespace(init_new=lambda layer_id: None)  # as deepseek()
+    more = dict(
+        n_routed_experts=E, n_shared_experts=1, routed_scaling_factor=FACTOR, hidden_act="silu", norm_topk_prob=True,
+        n_group=1, topk_group=1,
+    )  # fmt: skip
+    named = _sglang_runner.architecture
+    _sglang_runner.architecture = lambda: "Glm4MoeForCausalLM"
+    block = glm4_moe.Glm4MoeSparseMoeBlock(SimpleNamespace(**CONFIG | more), 0, prefix="mlp")
+    _sglang_runner.architecture = named
+    block.shared_experts.bfloat16()
+    return filled(block)
+
+
 def expected_of(block, matrices, x):
     """In fp64, how far off it an output may be, and which tokens' experts no rounding of the router decides."""
-    logits = torch.nn.functional.linear(x, block.gate.weight)
+    logits = torch.nn.functional.linear(x.to(block.gate.weight.dtype), block.gate.weight)
     xs, factor, gated = x.double(), 1.0, 1.0
     shared = getattr(block, "shared_expert", getattr(block, "shared_experts", None))
     if hasattr(block, "routed_scaling_factor"):
@@ -174,7 +193,7 @@ def passes(rank, ranks):
 
     say(stays=tokens_stay())
     batch = SimpleNamespace(num_token_non_padded=None, attn_cp_metadata=None)
-    for make in (qwen3_fp8, deepseek_fp8, qwen3, qwen2, deepseek):
+    for make in (qwen3_fp8, deepseek_fp8, qwen3, qwen2, glm4, deepseek):
         block, matrices = make()
         binding = block.experts.quant_method.runner.binding
         say(shard=list(block.experts.w13_weight.shape), most=binding.max_tokens)
