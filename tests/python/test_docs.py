@@ -145,6 +145,7 @@ NO_TESTS = {
     r"scripts/wheel\.sh": "builds for minutes",
     r"vllm serve .*": "needs vLLM, a GPU and a model of 60 GB",
     r"(SWITCHYARD_SGLANG_OPTIONS='.*' )?python -m sglang\.launch_server .*": "needs SGLang, a GPU and a model",
+    r"SWITCHYARD_NCCL_SECONDS=\d+ python3 -m pytest tests/python/test_nccl\.py": "needs two GPUs for minutes",
     r"(SWITCHYARD_PYTHON=|SWITCHYARD_VLLM_STEPS=\d+ )?\$\(tests/python/(server_)?environment\.sh.*\).*": "makes an environment, and runs these tests",
 }
 OURS = re.compile(r"(python -m )?switchyard ")
