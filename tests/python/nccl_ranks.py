@@ -5,7 +5,8 @@
 A GPU launches kernels in the order of its ranks' calls where it has no room for both. So a rank whose layer is
 launched before its all-reduce waits in the layer for a rank that may wait in the all-reduce. Every round, each rank
 calls some passes, some replays of a graph and some all-reduces in its own order, and waits for none before all
-are called. Layers and all-reduces have the same results as alone, or the script fails. With --cpu ranks are on
+are called. Ranks have other numbers of tokens, one of them none, and one may replay a graph where the other calls the
+layer. Layers and all-reduces have the same results as alone, or the script fails. With --cpu ranks are on
 the processor, with Gloo in place of NCCL.
 """
 
@@ -45,7 +46,8 @@ class Passes:
             diagnostics=Diagnostics(deadline=args.deadline),
         )
         torch.manual_seed(args.seed + 1 + rank)
-        sizes = [IN_GRAPHS, 0, 1, args.tokens // 3, args.tokens]
+        others = [0, 1, args.tokens // 3, args.tokens]
+        sizes = [IN_GRAPHS, *others[rank:], *others[:rank]]
         self.batches, self.out, self.right = [], [], []
         for tokens in sizes:
             x = torch.randn(tokens, H).to(device, torch.bfloat16)
@@ -105,7 +107,7 @@ def round_of(rank, device, passes, sums, order, shared, number):
     """The same work on each rank, in other orders: NCCL's own calls, and the layer's, keep theirs."""
     layers = [shared.randrange(len(passes.batches)) for _ in range(shared.randint(1, 6))]
     # An output is there once a round, so that it can be looked at. Negative: a replay.
-    layers = [i if i else -1 for i in dict.fromkeys(layers)]
+    layers = [-1 if i == 0 and order.random() < 0.5 else i for i in dict.fromkeys(layers)]
     reduces = list(dict.fromkeys(shared.randrange(len(sums.values)) for _ in range(shared.randint(1, 4))))
     calls = ["layer"] * len(layers) + ["sum"] * len(reduces)
     order.shuffle(calls)
