@@ -233,7 +233,7 @@ def served(args, cell, directory):
 def failed_engine(args, cell, directory, how, begun):
     """The last rank fails in the midst of a long batch. What the engine of all ranks ended with, if it did not end its
     process. Puts the time of the failure into `begun`."""
-    engine = start(args, engine_models.write(directory, cell.model, cell.dtype, args.layers)[0], cell.backend, "serve")
+    engine = start(args, model_of(cell, args, directory), cell.backend, "serve")
     prompts = prompts_of(engine.vocabulary, 8 * args.gpus, DECODE_PROMPT, 5)
 
     def fail():
@@ -264,7 +264,7 @@ def failed(args, cell, directory, how):
 
 def failed_rank(args, cell, directory, how):
     """Rank 1 fails in the midst of a long batch. Of rank 0: what its engine ended with, and seconds after that."""
-    engine = start(args, engine_models.write(directory, cell.model, cell.dtype, args.layers)[0], cell.backend, "serve")
+    engine = start(args, model_of(cell, args, directory), cell.backend, "serve")
     prompts = prompts_of(engine.vocabulary, 8, DECODE_PROMPT, 5)
     args.rank.meet()
     begin, said = time.monotonic(), "nothing"

@@ -201,10 +201,7 @@ def watched(step: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(step)
     def watching(*arguments: Any, **named: Any) -> Any:
         result = step(*arguments, **named)
-        if not hasattr(result, "get_output"):
-            if result is not None or not goes_on:
-                check_passes()
-        else:
+        if hasattr(result, "get_output"):
             get_output = result.get_output
 
             def get_checked() -> Any:
@@ -213,6 +210,8 @@ def watched(step: Callable[..., Any]) -> Callable[..., Any]:
                 return output
 
             result.get_output = get_checked
+        elif result is not None or not goes_on:
+            check_passes()
         return result
 
     return watching

@@ -11,7 +11,9 @@ the processor, with Gloo in place of NCCL.
 """
 
 import argparse
+import contextlib
 import datetime
+import functools
 import os
 import random
 import tempfile
@@ -86,18 +88,15 @@ class Sums:
     """All-reduces of whole numbers, on a stream of their own."""
 
     def __init__(self, device):
-        self.stream = torch.cuda.Stream() if device.type == "cuda" else None
+        self.on_stream = contextlib.nullcontext()
+        if device.type == "cuda":
+            self.on_stream = torch.cuda.stream(torch.cuda.Stream())
         self.values = [torch.empty(size, device=device) for size in (1, 1000, 1 << 16, 1 << 22)]
 
     def call(self, i, rank, number):
-        def reduce():
+        with self.on_stream:
             self.values[i].fill_(number + rank)
             return dist.all_reduce(self.values[i], async_op=True)
-
-        if self.stream is None:
-            return reduce()
-        with torch.cuda.stream(self.stream):
-            return reduce()
 
     def check(self, i, number):
         assert bool((self.values[i] == RANKS * number + 1).all()), f"all-reduce {i} has a wrong sum"
@@ -105,28 +104,22 @@ class Sums:
 
 def round_of(rank, device, passes, sums, order, shared, number):
     """The same work on each rank, in other orders: NCCL's own calls, and the layer's, keep theirs."""
-    layers = [shared.randrange(len(passes.batches)) for _ in range(shared.randint(1, 6))]
-    # An output is there once a round, so that it can be looked at. Negative: a replay.
-    layers = [-1 if i == 0 and order.random() < 0.5 else i for i in dict.fromkeys(layers)]
+    # An output is there once a round, so that it can be looked at.
+    layers = list(dict.fromkeys(shared.randrange(len(passes.batches)) for _ in range(shared.randint(1, 6))))
     reduces = list(dict.fromkeys(shared.randrange(len(sums.values)) for _ in range(shared.randint(1, 4))))
-    calls = ["layer"] * len(layers) + ["sum"] * len(reduces)
+    left = iter([
+        passes.replay if i == 0 and order.random() < 0.5 else functools.partial(passes.run, i) for i in layers
+    ])  # fmt: skip
+    waiting = iter([functools.partial(sums.call, i, rank, number) for i in reduces])
+    calls = [left] * len(layers) + [waiting] * len(reduces)
     order.shuffle(calls)
-    left, waiting, works = iter(layers), iter(reduces), []
-    for call in calls:
-        if call == "sum":
-            works.append(sums.call(next(waiting), rank, number))
-        else:
-            i = next(left)
-            if i < 0:
-                passes.replay()
-            else:
-                passes.run(i)
-    for work in works:
-        work.wait()
+    for work in [next(call)() for call in calls]:
+        if work is not None:
+            work.wait()
     if device.type == "cuda":
         torch.cuda.synchronize()
     for i in layers:
-        passes.check(max(i, 0))
+        passes.check(i)
     for i in reduces:
         sums.check(i, number)
     return len(layers), len(reduces)
@@ -162,7 +155,6 @@ def main():
     parser.add_argument("--seconds", type=float, default=10)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--reserved-sms", type=int, default=2, help="and as many for NCCL (default: 2)")
-    parser.add_argument("--nccl-ctas", type=int, help="(default: as --reserved-sms)")
     parser.add_argument("--tokens", type=int, default=300)
     parser.add_argument("--deadline", type=float, default=20.0, help="seconds")
     parser.add_argument("--cpu", action="store_true")
@@ -170,7 +162,7 @@ def main():
     if args.cpu:
         args.reserved_sms = 0
     else:
-        os.environ["NCCL_MAX_CTAS"] = str(args.nccl_ctas or args.reserved_sms)
+        os.environ["NCCL_MAX_CTAS"] = str(args.reserved_sms)
     with tempfile.TemporaryDirectory() as directory:
         torch.multiprocessing.spawn(in_a_rank, (args, f"file://{directory}/rendezvous"), nprocs=RANKS)
 

@@ -6,6 +6,7 @@ server on CPUs makes its blocks: for test_sglang_ranks.py. torchrun's variables 
 It says what it saw in lines of JSON.
 """
 
+import contextlib
 import json
 import os
 import signal
@@ -100,28 +101,44 @@ def qwen2():
 
 
 FACTOR = 2.5
+# Blocks that multiply routed outputs by a factor themselves.
+SCALED = CONFIG | dict(
+    n_routed_experts=E, n_shared_experts=1, routed_scaling_factor=FACTOR, hidden_act="silu", norm_topk_prob=True,
+    n_group=1, topk_group=1,
+)  # fmt: skip
+
+
+@contextlib.contextmanager
+def serving(architecture):
+    """A server of a model of this class, as far as the plugin asks."""
+    from switchyard import _sglang_runner
+
+    named = _sglang_runner.architecture
+    _sglang_runner.architecture = lambda: architecture
+    try:
+        yield
+    finally:
+        _sglang_runner.architecture = named
+
+
+def without_balancing(module):
+    """A module of SGLang whose blocks ask where experts are: None in a server without EPLB, and here nobody to ask."""
+    module.ExpertLocationDispatchInfo = SimpleNamespace(init_new=lambda layer_id: None)
+    return module
 
 
 def deepseek(quantised=None):
-    """With a shared expert, always in bf16, and a factor that the block itself multiplies routed outputs by."""
+    """With a shared expert, always in bf16."""
     from sglang.srt.models import deepseek_v2
 
-    from switchyard import _sglang_runner
-
-    # None in a server without EPLB; here is nothing that it could ask.
-    deepseek_v2.ExpertLocationDispatchInfo = SimpleNamespace(init_new=lambda layer_id: None)
-
-    more = dict(
-        n_routed_experts=E, n_shared_experts=1, routed_scaling_factor=FACTOR, hidden_act="silu", topk_method="noaux_tc",
-        scoring_func="sigmoid", norm_topk_prob=True, n_group=1, topk_group=1, quantization_config=None,
+    config = SimpleNamespace(
+        **SCALED, topk_method="noaux_tc", scoring_func="sigmoid", quantization_config=None
     )  # fmt: skip
-    named = _sglang_runner.architecture
-    _sglang_runner.architecture = lambda: "DeepseekV3ForCausalLM"
-    config = SimpleNamespace(**CONFIG | more)
-    block = deepseek_v2.DeepseekV2MoE(config, 0, quantised, prefix="mlp")
-    if quantised:  # SGLang has no FP8 of dense layers for every processor
-        block.shared_experts = deepseek_v2.DeepseekV2MoE(config, 1, prefix="mlp").shared_experts
-    _sglang_runner.architecture = named
+    make = without_balancing(deepseek_v2).DeepseekV2MoE
+    with serving("DeepseekV3ForCausalLM"):
+        block = make(config, 0, quantised, prefix="mlp")
+        if quantised:  # SGLang has no FP8 of dense layers for every processor
+            block.shared_experts = make(config, 1, prefix="mlp").shared_experts
     return filled(in_bf16(block), quantised is not None)
 
 
@@ -130,20 +147,11 @@ def deepseek_fp8():
 
 
 def glm4():
-    """As DeepSeek's, with a gate in fp32."""
+    """With a shared expert, and a gate in fp32."""
     from sglang.srt.models import glm4_moe
 
-    from switchyard import _sglang_runner
-
-    glm4_moe.ExpertLocationDispatchInfo = SimpleNamespace(init_new=lambda layer_id: None)  # as deepseek()
-    more = dict(
-        n_routed_experts=E, n_shared_experts=1, routed_scaling_factor=FACTOR, hidden_act="silu", norm_topk_prob=True,
-        n_group=1, topk_group=1,
-    )  # fmt: skip
-    named = _sglang_runner.architecture
-    _sglang_runner.architecture = lambda: "Glm4MoeForCausalLM"
-    block = glm4_moe.Glm4MoeSparseMoeBlock(SimpleNamespace(**CONFIG | more), 0, prefix="mlp")
-    _sglang_runner.architecture = named
+    with serving("Glm4MoeForCausalLM"):
+        block = without_balancing(glm4_moe).Glm4MoeSparseMoeBlock(SimpleNamespace(**SCALED), 0, prefix="mlp")
     block.shared_experts.bfloat16()
     return filled(block)
 
@@ -240,11 +248,9 @@ def refusals(rank, ranks):
         _sglang_runner.setting = lambda asked, default=None: value if asked == name else setting(asked, default)
         refused(qwen3)
     _sglang_runner.setting = setting
-    architecture = _sglang_runner.architecture
-    _sglang_runner.architecture = lambda: "MixtralForCausalLM"
-    refused(qwen3)
-    _sglang_runner.architecture = architecture
-    say(architecture=architecture())
+    with serving("MixtralForCausalLM"):
+        refused(qwen3)
+    say(architecture=_sglang_runner.architecture())
     flags = runtime_context.get_flags().moe
     flags.tbo_enabled = True
     refused(qwen3)

@@ -185,7 +185,7 @@ def test_structs_and_numbers_are_those_of_the_header(tmp_path):
     assert dict(zip(wanted, map(int, found))) == wanted
 
 
-# What breaks programs that were compiled before, each as a change of the header, with words of the message.
+# Changes of the header that break programs which were compiled before it, each with words of the message.
 BREAKING = {
     "a signature": (r"(SY_API sy_status sy_world_barrier\(sy_world\* world)\)", r"\1, int32_t times)", "sy_world_barrier was"),
     "a handle's type": (r"sy_layer_check\(sy_layer\* layer\)", "sy_layer_check(sy_world* layer)", "sy_layer_check was"),
