@@ -396,9 +396,11 @@ SY_API sy_status sy_layer_destroy(sy_layer** layer);
 // One pass of this rank: T tokens, which may be 0.
 typedef struct sy_forward {
   uint32_t struct_size;
-  int32_t accumulate;      // 1: out += result, 0: out = result
-  float out_scale;         // the result is multiplied by it
-  uint32_t reserved;       // 0
+  int32_t accumulate;  // 1: out += result, 0: out = result
+  float out_scale;     // the result is multiplied by it
+  // A promise that no rank has more tokens in this pass, the same on all ranks; 0: none. See
+  // ForwardInput::max_tokens_per_rank in layer.h.
+  int32_t max_tokens_per_rank;
   void* stream;            // SY_CUDA: a cudaStream_t; null: the default stream
   sy_tensor x;             // [T, H], bf16, f16, f32, or f8_e4m3 with x_scale; columns contiguous
   sy_tensor topk_ids;      // [T, K], i32 or i64; -1: none

@@ -198,6 +198,14 @@ struct ForwardInput {
   // hash_table where its routing has them.
   MatrixView logits{};
   std::span<const std::int32_t> token_ids{};  // [T], hash-routed layers only
+  // A promise that no rank has more tokens in this pass: T to LayerOptions::max_tokens, and the
+  // same number on all ranks. 0: none is made. With it, passes over ranks of at most eight tokens
+  // in all run a faster kernel on kCuda (docs/decisions/0048). It takes bf16 activations and
+  // topk_ids, and makes bf16 outputs that are not accumulated: Error{kUnsupported} for others.
+  // Ranks that promise different numbers wait for each other up to the deadline. Layers with a
+  // shared expert, a capacity or weights on the input, and those of which a rank traces or records,
+  // make no use of it.
+  int max_tokens_per_rank = 0;
   // kCuda only: a cudaStream_t; null: the default stream. Ranks on one device need streams that do
   // not wait for each other, which the default stream does.
   void* stream = nullptr;

@@ -156,8 +156,9 @@ class GpuRank {
   }
 
   int device() const { return layer_options_.cuda.device; }
+  // `most`: the most tokens of any rank.
   void set_input(const MatrixView& activations, std::span<const std::int32_t> ids,
-                 std::span<const float> weights) {
+                 std::span<const float> weights, std::int64_t most) {
     stream_.synchronize();
     graph_.reset();
     tokens_ = activations.rows;
@@ -170,6 +171,7 @@ class GpuRank {
     input_.topk_ids = {reinterpret_cast<std::int32_t*>(given_ids_.data()), ids.size()};
     input_.topk_weights = {reinterpret_cast<float*>(given_weights_.data()), weights.size()};
     input_.stream = stream_.handle();
+    if (!ids.empty()) input_.max_tokens_per_rank = static_cast<int>(most);
   }
   void poison_output() { output_.fill(kPoison, stream_); }
   void run_once() {
@@ -301,6 +303,10 @@ class GpuPlace : public LayerBench::Place {
   void set_input(const MatrixView& activations, const std::vector<std::int32_t>& ids,
                  const std::vector<float>& weights) override {
     const std::size_t k = ids.empty() ? 0 : ids.size() / static_cast<std::size_t>(activations.rows);
+    std::int64_t most = 0;
+    for (int r = 0; r < num_ranks(); ++r) {
+      most = std::max(most, run::share_of(activations.rows, r, num_ranks()).count);
+    }
     on_all([&](GpuRank& rank, int r) {
       const Share share = run::share_of(activations.rows, r, num_ranks());
       const auto first = static_cast<std::size_t>(share.first) * k;
@@ -309,7 +315,7 @@ class GpuPlace : public LayerBench::Place {
       mine.data = activations.row(share.first);
       mine.rows = share.count;
       rank.set_input(mine, std::span(ids).subspan(first, count),
-                     std::span(weights).subspan(first, count));
+                     std::span(weights).subspan(first, count), most);
     });
   }
   void poison_output() override {

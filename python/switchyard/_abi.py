@@ -196,10 +196,10 @@ class LayerOptions(Sized):
 
 class Forward(Sized):
     _fields_ = [
-        ("struct_size", c_uint32), ("accumulate", c_int32), ("out_scale", c_float), ("reserved", c_uint32),
-        ("stream", c_void_p), ("x", Tensor), ("topk_ids", Tensor), ("topk_weights", Tensor), ("out", Tensor),
-        ("x_scale", Tensor), ("logits", Tensor), ("token_ids", Tensor), ("ids_out", Tensor),
-        ("weights_out", Tensor),
+        ("struct_size", c_uint32), ("accumulate", c_int32), ("out_scale", c_float),
+        ("max_tokens_per_rank", c_int32), ("stream", c_void_p), ("x", Tensor), ("topk_ids", Tensor),
+        ("topk_weights", Tensor), ("out", Tensor), ("x_scale", Tensor), ("logits", Tensor), ("token_ids", Tensor),
+        ("ids_out", Tensor), ("weights_out", Tensor),
     ]
 
 

@@ -268,6 +268,9 @@ class Handle(Reader):
             put(name, more.get(name), True)
         call.accumulate = _values.flag("accumulate", accumulate)
         call.out_scale = scale
+        call.max_tokens_per_rank = _values.integer(
+            "max_tokens_per_rank", more.get("max_tokens_per_rank", 0), 0, 2**31 - 1
+        )
         call.stream = self._stream(x)
         if _forward(self._handle, ctypes.addressof(call)):
             raise_last()
@@ -285,7 +288,9 @@ class Handle(Reader):
                 f"x_scale is given, but x is {_arrays.DTYPE_NAMES[x.dtype]}, which has no scales; leave it None"
             )
 
-    def _run_tensors(self, x: Any, topk_ids: Any, topk_weights: Any, out: Any) -> None:
+    def _run_tensors(
+        self, x: Any, topk_ids: Any, topk_weights: Any, out: Any, max_tokens_per_rank: int
+    ) -> None:
         """As _run(), for tensors of torch and the plainest of calls, which servers make at each
         layer of each step. Tensors are described once, until they look different; then only addresses
         are passed.
@@ -295,16 +300,18 @@ class Handle(Reader):
             x.is_neg() or topk_weights.is_neg() or out.is_neg(), topk_ids.shape, topk_ids.stride(),
             topk_ids.dtype, topk_ids.device, topk_weights.stride(), topk_weights.shape,
             topk_weights.dtype, topk_weights.device, out.shape, out.stride(), out.dtype, out.device,
+            max_tokens_per_rank,
         )
+        more = {"max_tokens_per_rank": max_tokens_per_rank}
         with self._lock:
             if self._in_call:
-                self._run(x, topk_ids, topk_weights, out)
+                self._run(x, topk_ids, topk_weights, out, **more)
                 return
             self._in_call = True
             try:
                 if seen != self._seen:
                     self._seen = self._fast = None
-                    self._run_with(self._call, x, topk_ids, topk_weights, out, None, False, 1.0, {})
+                    self._run_with(self._call, x, topk_ids, topk_weights, out, None, False, 1.0, more)
                     self._remember(seen, x, topk_ids, topk_weights, out)
                     return
                 self._see_changes(x)
@@ -347,6 +354,7 @@ class Handle(Reader):
         out: Any = None,
         accumulate: bool = False,
         scale: float = 1.0,
+        max_tokens_per_rank: int = 0,
     ) -> Array:
         """One pass; every rank of the world must call it.
 
@@ -369,6 +377,12 @@ class Handle(Reader):
             Add to `out` instead of replacing it.
         scale : float
             Multiplies the result.
+        max_tokens_per_rank : int
+            A promise that no rank has more tokens in this pass, T to the layer's `max_tokens`, and the
+            same on all ranks; 0: none. With it, passes of at most eight tokens on all ranks together
+            run a faster kernel on GPUs, which takes bf16 `x` and `out` without `accumulate`
+            (`Unsupported` for others). Ranks that promise different numbers wait for each other up to
+            the deadline.
 
         Returns
         -------
@@ -397,7 +411,7 @@ class Handle(Reader):
             and not accumulate
             and scale == 1.0
             and not _is_grad_enabled()
-            and (done := self._call_again(x, topk_ids, topk_weights, out)) is not None
+            and (done := self._call_again(x, topk_ids, topk_weights, out, max_tokens_per_rank)) is not None
         ):
             return done
         if _torch is None and _arrays.is_torch(x):  # but no weight is
@@ -405,10 +419,15 @@ class Handle(Reader):
         if _torch is None or not isinstance(x, _Tensor):
             if out is None:
                 out = self._new_out(x, x_scale, accumulate)
-            self._run(x, topk_ids, topk_weights, out, x_scale, accumulate, scale)
+            self._run(
+                x, topk_ids, topk_weights, out, x_scale, accumulate, scale,
+                max_tokens_per_rank=max_tokens_per_rank,
+            )
             return out
         if _is_compiling():
-            return self._compiled(x, topk_ids, topk_weights, x_scale, out, accumulate, scale)
+            return self._compiled(
+                x, topk_ids, topk_weights, x_scale, out, accumulate, scale, max_tokens_per_rank
+            )
         if _is_grad_enabled() and (
             x.requires_grad
             or getattr(topk_weights, "requires_grad", False)
@@ -418,7 +437,8 @@ class Handle(Reader):
                 _torch.refuse()
             # A lambda here would make each of its names slower to read, in all calls.
             again = functools.partial(
-                self, x, topk_ids, topk_weights, x_scale=x_scale, accumulate=accumulate, scale=scale
+                self, x, topk_ids, topk_weights, x_scale=x_scale, accumulate=accumulate, scale=scale,
+                max_tokens_per_rank=max_tokens_per_rank,
             )
             return _torch.apply_without_backward(again, x, topk_weights, *self._parameters)
         if out is None:
@@ -430,12 +450,17 @@ class Handle(Reader):
             and isinstance(topk_weights, _Tensor)
             and isinstance(out, _Tensor)
         ):
-            self._run_tensors(x, topk_ids, topk_weights, out)
+            self._run_tensors(x, topk_ids, topk_weights, out, max_tokens_per_rank)
         else:
-            self._run(x, topk_ids, topk_weights, out, x_scale, accumulate, scale)
+            self._run(
+                x, topk_ids, topk_weights, out, x_scale, accumulate, scale,
+                max_tokens_per_rank=max_tokens_per_rank,
+            )
         return out
 
-    def _call_again(self, x: Any, topk_ids: Any, topk_weights: Any, out: Any) -> Any:
+    def _call_again(
+        self, x: Any, topk_ids: Any, topk_weights: Any, out: Any, max_tokens_per_rank: int
+    ) -> Any:
         """A pass of tensors that look like those of the pass before; None if they do not."""
         with self._lock:
             if self._in_call:
@@ -450,6 +475,7 @@ class Handle(Reader):
                     and x.dtype is dtype
                     and x.device == device
                     and x.is_contiguous()
+                    and self._call.max_tokens_per_rank == max_tokens_per_rank
                     and topk_ids.shape == ids_shape
                     and topk_ids.dtype is ids_dtype
                     and topk_ids.device == device
@@ -510,6 +536,7 @@ class Handle(Reader):
         out: Any,
         accumulate: bool,
         scale: float,
+        max_tokens_per_rank: int,
     ) -> Any:
         """As an operator that torch.compile() knows."""
         import torch
@@ -519,12 +546,13 @@ class Handle(Reader):
             if wanted:
                 raise Unsupported("out is given, but a gradient is asked for, which there is not")
             torch.ops.switchyard.experts_out(
-                x, topk_ids, topk_weights, x_scale, out, accumulate, scale, self._number
+                x, topk_ids, topk_weights, x_scale, out, accumulate, scale, max_tokens_per_rank,
+                self._number,
             )
             return out
         if accumulate:
             raise InvalidArgument("accumulate is True, but out is None; pass what to add to")
         return torch.ops.switchyard.experts(
             x, topk_ids, topk_weights, x_scale, list(self._parameters) if wanted else [], scale,
-            self._number,
+            max_tokens_per_rank, self._number,
         )

@@ -72,11 +72,11 @@ _library = torch.library.Library("switchyard", "DEF")
 # parameters: the layer's weights, so that the output depends on them; empty where no gradient is wanted.
 _library.define(
     "experts(Tensor x, Tensor topk_ids, Tensor topk_weights, Tensor? x_scale, Tensor[] parameters, "
-    "float scale, int layer) -> Tensor"
+    "float scale, int max_tokens_per_rank, int layer) -> Tensor"
 )
 _library.define(
     "experts_out(Tensor x, Tensor topk_ids, Tensor topk_weights, Tensor? x_scale, Tensor(a!) out, "
-    "bool accumulate, float scale, int layer) -> ()"
+    "bool accumulate, float scale, int max_tokens_per_rank, int layer) -> ()"
 )
 # Stands where a gradient would be computed: a compiler traces the backward pass of all that it
 # compiles, and only what runs may fail.
@@ -95,10 +95,13 @@ def _experts(
     x_scale: torch.Tensor | None,
     parameters: list[torch.Tensor],
     scale: float,
+    max_tokens_per_rank: int,
     layer: int,
 ) -> torch.Tensor:
     out = _empty(x, x_scale)
-    layer_of(layer)._run(x, topk_ids, topk_weights, out, x_scale, False, scale)
+    layer_of(layer)._run(
+        x, topk_ids, topk_weights, out, x_scale, False, scale, max_tokens_per_rank=max_tokens_per_rank
+    )
     return out
 
 
@@ -110,9 +113,12 @@ def _experts_out(
     out: torch.Tensor,
     accumulate: bool,
     scale: float,
+    max_tokens_per_rank: int,
     layer: int,
 ) -> None:
-    layer_of(layer)._run(x, topk_ids, topk_weights, out, x_scale, accumulate, scale)
+    layer_of(layer)._run(
+        x, topk_ids, topk_weights, out, x_scale, accumulate, scale, max_tokens_per_rank=max_tokens_per_rank
+    )
 
 
 def _missing_backward(gradient: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -120,7 +126,7 @@ def _missing_backward(gradient: torch.Tensor, like: torch.Tensor) -> torch.Tenso
 
 
 def _remember_inputs(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    x, _, topk_weights, _, parameters, _, _ = inputs
+    x, _, topk_weights, _, parameters, *_ = inputs
     ctx.save_for_backward(x, topk_weights, *parameters)
 
 
@@ -129,7 +135,7 @@ def _backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
         return torch.ops.switchyard.missing_backward(gradient, like)
 
     x, topk_weights, *parameters = ctx.saved_tensors
-    return missing(x), None, missing(topk_weights), None, [missing(p) for p in parameters], None, None
+    return missing(x), None, missing(topk_weights), None, [missing(p) for p in parameters], None, None, None
 
 
 _library.impl("experts", _experts, "CompositeExplicitAutograd")

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from vllm.distributed import get_ep_group, get_tp_group
+from vllm.forward_context import get_forward_context, is_forward_context_available
 from vllm.model_executor.layers.fused_moe import modular_kernel
 
 from ._serving import Ranks, check_passes
@@ -108,6 +109,7 @@ class Rows:
         self.ranks.refuse_placement(moe_config.num_experts, layer.expert_map_manager.expert_map)
         self.over = shares_rows(moe_config, tensor_parallel.world_size)
         self._gather, self._part = tensor_parallel.all_gather, tensor_parallel.rank_in_group
+        self._data_rank, self._data_ranks = parallel.dp_rank, parallel.dp_size
 
     def run(self, bind: Callable[..., Any], x: Any, ids: Any, weights: Any, out: Any) -> None:
         """One pass.
@@ -121,17 +123,37 @@ class Rows:
             The router's, of all ranks' experts.
         """
         self.ranks.meet()
+        most = self._most(x)
         if self.over == 1:
-            bind(tokens=x.shape[0])(x, ids, weights, out=out)
+            bind(tokens=x.shape[0])(x, ids, weights, out=out, max_tokens_per_rank=most)
             return
         # The last slices may be shorter or empty, but all are gathered as one size.
         size = -(-x.shape[0] // self.over)
         own = slice(min(self._part * size, x.shape[0]), min((self._part + 1) * size, x.shape[0]))
         part = torch.empty((size, x.shape[1]), dtype=out.dtype, device=out.device)
         rows = own.stop - own.start
-        bind(tokens=rows)(x[own], ids[own], weights[own], out=part[:rows])
+        bind(tokens=rows)(x[own], ids[own], weights[own], out=part[:rows], max_tokens_per_rank=most)
         if size:
             out.copy_(self._gather(part, 0)[: x.shape[0]])
+
+    def _most(self, x: Any) -> int:
+        """The most rows of any rank in this pass, as all ranks know it. 0: unknown, or too many for it to matter.
+
+        vLLM's data-parallel ranks agree on a step's numbers of rows. Where they replay graphs, all have the same
+        number, that of the capture.
+        """
+        rows = [x.shape[0]]
+        if x.dtype is not torch.bfloat16 or rows[0] > 8 or self._data_ranks * self.over != self.ranks.world.size:
+            return 0
+        if self._data_ranks > 1:
+            agreed = is_forward_context_available() and get_forward_context().dp_metadata
+            if not agreed:
+                return 0
+            rows = agreed.num_tokens_across_dp_cpu.tolist()
+            if len(rows) != self._data_ranks or rows[self._data_rank] != x.shape[0]:
+                return 0
+        most = -(-max(rows) // self.over)
+        return most if most * self.ranks.world.size <= 8 else 0
 
 
 # Where data-parallel ranks agree on a step's form, before its first layer: vLLM's two runners. It waits for all of

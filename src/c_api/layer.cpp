@@ -257,6 +257,7 @@ void forward(sy_layer& layer, const sy_forward& given) {
                        static_cast<std::size_t>(call.token_ids.shape[0])};
   }
   input.stream = call.stream;
+  input.max_tokens_per_rank = call.max_tokens_per_rank;
 
   const MatrixView out = matrix("out", call.out, device_type);
   require_rows("out", call.out, tokens, layer.layer.spec().hidden);

@@ -70,6 +70,14 @@ void check_activations(const LayerSpec& spec, int max_tokens, int rank, const Fo
                             "(max_tokens): make it for more, or pass fewer",
                             x.rows, rank, max_tokens));
   }
+  const int promised = input.max_tokens_per_rank;
+  if (promised < 0 || promised > max_tokens || (promised != 0 && x.rows > promised)) {
+    throw Error(ErrorCode::kInvalidArgument,
+                fmt::format("max_tokens_per_rank is {} and rank {} has {} tokens; give the most "
+                            "that any rank has in "
+                            "this pass, up to the layer's max_tokens of {}, or 0",
+                            promised, rank, x.rows, max_tokens));
+  }
   const auto floating = [](DType t) {
     return t == DType::kF32 || t == DType::kBF16 || t == DType::kF16;
   };

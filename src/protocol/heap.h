@@ -16,15 +16,22 @@
 //   weights    [expert of d][s][position]   its routing weight, in layers that weight the input
 //   pool       [s][token]                   tokens of s that have an expert of d, each once
 //   cells      [token][k]                   outputs, by the owner of the expert of slot (token, k)
+//   few_slots  [epoch parity][s][token][k]  passes of few tokens on GPUs: place and routing weight
+//   few_rows   [epoch parity][s][token]     such a pass's tokens, in bf16
+//   few_sums   [s][token]                   rank s's part of such a pass's output, in f32
 //   control    own words only; but see abort_world
 //
-// Only counts are doubled. A pass of rank s begins when its previous pass has ended. That pass
-// ended when all its cells had arrived, and the ranks that computed them no longer need what s had
-// sent. So s may send for epoch n + 1 while others still work on epoch n. It cannot end epoch n + 1
-// before it has everybody's counts of that epoch, and a rank that sends these has ended epoch n. So
-// no rank is lapped, there is no exit barrier, and the counts are the only credit. Flags are
-// compared for equality: when a flag of epoch n + 1 arrives, no rank waits for that of epoch n any
-// more.
+// Only counts are doubled, and few_slots and few_rows. A pass of rank s begins when its previous
+// pass has ended. That pass ended when all its cells had arrived, and the ranks that computed them
+// no longer need what s had sent. So s may send for epoch n + 1 while others still work on epoch n.
+// It cannot end epoch n + 1 before it has everybody's counts of that epoch, and a rank that sends
+// these has ended epoch n. So no rank is lapped, there is no exit barrier, and the counts are the
+// only credit. Flags are compared for equality: when a flag of epoch n + 1 arrives, no rank waits
+// for that of epoch n any more. In a pass of few tokens few_slots are the credit, in place of the
+// counts.
+//
+// Words of few_slots, few_rows and few_sums hold 32 bits of data and the flag of their epoch. So
+// each shows by itself that it has arrived.
 //
 // Layers of different shapes may work in the same heap one after the other. Then one rank may be a
 // pass ahead in another layer's layout, so what keeps ranks apart must not depend on the layout:
@@ -46,6 +53,9 @@ namespace switchyard::protocol {
 SWITCHYARD_HOST_DEVICE constexpr std::uint32_t flag_of(std::uint64_t epoch) {
   return static_cast<std::uint32_t>(epoch);
 }
+
+// The most tokens and slots that all ranks of a pass of few tokens have together.
+inline constexpr int kMostFewRows = 8, kMostFewSlots = 64;
 
 // A slot (token, k) in one word.
 struct SlotEntry {
@@ -75,6 +85,7 @@ class Heap {
     bool scaled = false;    // tokens have a scale for every kQuantGroup columns
     bool weighs_input = false;
     std::uint64_t cell_bytes = 0;
+    int few_hidden = 0;  // columns of the tokens of passes of few tokens; 0: there are none
     bool operator==(const Shape&) const = default;
   };
 
@@ -99,6 +110,10 @@ class Heap {
     arrived_ = place(4 * lists);
     ahead_ = place(4 * ranks);
     finished_ = place(ranks == 0 ? 0 : 4 * num_experts_);
+    few_row_bytes_ = ranks == 0 ? 0 : 4 * u(shape.few_hidden);
+    few_part_ = few_row_bytes_ == 0 ? 0 : 16 * kMostFewSlots + kMostFewRows * few_row_bytes_;
+    few_ = place(2 * few_part_);
+    few_sums_ = place(2 * kMostFewRows * few_row_bytes_);
     entries_ = place(4 * lists * max_tokens_);
     weights_ = place(shape.weighs_input ? 4 * lists * max_tokens_ : 0);
     pool_ = place(others_ * pool_part_);
@@ -120,6 +135,7 @@ class Heap {
     shape.max_tokens = greatest(a.max_tokens, b.max_tokens);
     shape.weighs_input = a.weighs_input || b.weighs_input;
     shape.cell_bytes = greatest(a.cell_bytes, b.cell_bytes);
+    shape.few_hidden = greatest(a.few_hidden, b.few_hidden);
     return shape;
   }
   // The layout of passes of a layer in the heap of a shape that is at least as large: largest() of
@@ -181,6 +197,19 @@ class Heap {
     return {pool_ + (distance - 1) * pool_part_ + token * token_bytes_};
   }
   SWITCHYARD_HOST_DEVICE Region<std::byte> cells() const { return {cells_}; }
+  // Two words for each slot (row, k). Rows are numbered over all sources.
+  SWITCHYARD_HOST_DEVICE Region<std::uint64_t> few_slots(std::uint64_t epoch) const {
+    return {few_ + (epoch & 1) * few_part_};
+  }
+  // A word for every two columns.
+  SWITCHYARD_HOST_DEVICE Region<std::uint64_t> few_row(std::uint64_t epoch,
+                                                       std::uint32_t row) const {
+    return {few_ + (epoch & 1) * few_part_ + 16 * kMostFewSlots + row * few_row_bytes_};
+  }
+  // A word for every column. `row`: a token of the owner, of all that one source may sum.
+  SWITCHYARD_HOST_DEVICE Region<std::uint64_t> few_sums(std::uint32_t row) const {
+    return {few_sums_ + 2 * row * few_row_bytes_};
+  }
 
  private:
   SWITCHYARD_HOST_DEVICE static constexpr std::uint64_t u(int value) {
@@ -203,9 +232,10 @@ class Heap {
   }
 
   std::uint64_t others_ = 0, num_experts_ = 0, max_tokens_ = 0, scale_offset_ = 0, token_bytes_ = 0;
-  std::uint64_t pool_part_ = 0;  // bytes of one source
-  std::uint64_t counts_ = 0, arrived_ = 0, ahead_ = 0, finished_ = 0, entries_ = 0, weights_ = 0,
-                pool_ = 0, cells_ = 0, bytes_ = 0;
+  std::uint64_t pool_part_ = 0;                     // bytes of one source
+  std::uint64_t few_row_bytes_ = 0, few_part_ = 0;  // few_part_: of each parity
+  std::uint64_t counts_ = 0, arrived_ = 0, ahead_ = 0, finished_ = 0, few_ = 0, few_sums_ = 0,
+                entries_ = 0, weights_ = 0, pool_ = 0, cells_ = 0, bytes_ = 0;
   bool weighs_input_ = false;
 };
 

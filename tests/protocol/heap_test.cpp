@@ -21,6 +21,7 @@ Heap::Shape small_shape(int ranks, int experts, int max_tokens, bool scaled) {
   shape.scaled = scaled;
   shape.weighs_input = !scaled;
   shape.cell_bytes = static_cast<std::uint64_t>(max_tokens) * 2 * 272 * 2;
+  shape.few_hidden = 272;
   return shape;
 }
 
@@ -87,6 +88,15 @@ TEST(HeapTest, EveryByteHasOneWriter) {
           claims.claim(heap.finished(e).in(base), 4, 0);
         }
         claims.claim(heap.cells().in(base), shape.cell_bytes, 0);
+        const auto rows = static_cast<std::uint32_t>(kMostFewRows / ranks);
+        for (std::uint32_t row = 0; row < rows * static_cast<std::uint32_t>(ranks); ++row) {
+          const int source = static_cast<int>(row / rows);
+          for (const std::uint64_t epoch : {4, 5}) {
+            claims.claim((heap.few_slots(epoch) + 2 * row * 8).in(base), 8 * 16, source);
+            claims.claim(heap.few_row(epoch, row).in(base), 272 / 2 * 8, source);
+          }
+          claims.claim(heap.few_sums(row).in(base), 272 * 8, source);
+        }
       }
     }
   }
@@ -103,6 +113,7 @@ TEST(HeapTest, FlagsComeFirst) {
   EXPECT_LT(offset(heap.arrived(2, 3).in(base)), heap.flag_bytes());
   EXPECT_LT(offset(heap.ahead(3).in(base)), heap.flag_bytes());
   EXPECT_LT(offset(heap.finished(9).in(base)), heap.flag_bytes());
+  EXPECT_LE(offset((heap.few_sums(kMostFewRows - 1) + 272).in(base)), heap.flag_bytes());
   EXPECT_GE(offset(heap.entries(0, 1).in(base)), heap.flag_bytes());
 }
 

@@ -69,7 +69,7 @@ def test_fake_tensors_have_the_right_form(layer):
 
     with FakeTensorMode():
         x, ids, weights = torch.empty(T, H), torch.empty(T, K).long(), torch.empty(T, K)
-        out = torch.ops.switchyard.experts(x, ids, weights, None, [], 1.0, layer._number)
+        out = torch.ops.switchyard.experts(x, ids, weights, None, [], 1.0, 0, layer._number)
         assert out.shape == (T, H) and out.dtype == torch.float32
 
 
@@ -77,7 +77,7 @@ def test_operator_passes_torchs_own_check(layer):
     x, r = torch.randn(T, H), routing(T, E, K)
     torch.library.opcheck(
         torch.ops.switchyard.experts.default,
-        (x, *r, None, [], 1.0, layer._number),
+        (x, *r, None, [], 1.0, 0, layer._number),
         test_utils=("test_schema", "test_faketensor", "test_autograd_registration"),
     )
 
@@ -88,7 +88,7 @@ def test_compiled_code_says_when_the_layer_is_gone():
     x, r = torch.randn(T, H), routing(T, E, K)
     del layer
     with pytest.raises(switchyard.InvalidArgument, match="is gone"):
-        torch.ops.switchyard.experts(x, *r, None, [], 1.0, number)
+        torch.ops.switchyard.experts(x, *r, None, [], 1.0, 0, number)
 
 
 def test_a_gradient_is_refused(layer):
@@ -125,3 +125,39 @@ def test_a_gradient_is_refused_when_compiled(of_weights):
     assert out.requires_grad
     with pytest.raises(switchyard.Unsupported):
         out.sum().backward()
+
+
+def test_a_promise_is_of_its_call_alone(layer):
+    """max_tokens_per_rank of each way to call, which keep what they described for the next call."""
+    x, (ids, weights) = torch.randn(T, H), routing(T, E, K)
+    compiled = torch.compile(
+        lambda most, out: layer(x, ids, weights, out=out, max_tokens_per_rank=most), fullgraph=True, backend="eager"
+    )
+
+    def compiled_with_output(most):
+        out = torch.empty_like(x)
+        compiled(most, out)
+        return out
+
+    ways = {
+        "tensors": lambda most: layer(x, ids, weights, max_tokens_per_rank=most),
+        "arrays": lambda most: torch.from_numpy(
+            layer(x.numpy(), ids.numpy(), weights.numpy(), max_tokens_per_rank=most)
+        ),
+        "compiled": lambda most: compiled(most, None),
+        "compiled, with an output": compiled_with_output,
+    }
+    for grad in (True, False):
+        torch._dynamo.reset()
+        with torch.set_grad_enabled(grad):
+            expected = layer(x, ids, weights)
+            for name, run in ways.items():
+                for _ in range(3):
+                    assert torch.equal(run(T), expected), name
+                with pytest.raises(switchyard.InvalidArgument, match=f"max_tokens_per_rank is 3 .*has {T} tokens"):
+                    run(3)
+                with pytest.raises(switchyard.InvalidArgument, match="max_tokens_per_rank is 65"):
+                    run(65)
+                assert torch.equal(run(0), expected), name
+    with pytest.raises(switchyard.InvalidArgument, match="max_tokens_per_rank"):
+        layer(x, ids, weights, max_tokens_per_rank=2.5)

@@ -82,6 +82,11 @@ class Rank:
         with set_current_vllm_config(config):
             runner = factory()(**given | arguments)
         self.is_fused(runner, config)
+        rows = runner.routed_experts.rows
+        if rows is not None:
+            self._promised = []
+            most = rows._most
+            rows._most = lambda x: self._promised.append(most(x)) or self._promised[-1]
         return runner, config
 
     def is_fused(self, runner, config):
@@ -110,7 +115,18 @@ class Rank:
         if self.dp > 1 and not self.agrees:
             given["num_tokens_across_dp"] = across
         with torch.inference_mode(), set_forward_context(None, config, **given):
-            return runner(x, logits), x, logits
+            out = runner(x, logits)
+        if runner.routed_experts.rows is not None:
+            self._same_promise(across, runner)
+        return out, x, logits
+
+    def _same_promise(self, across, runner):
+        """All ranks promised the same number of rows of this step, the greatest, if few have so many."""
+        over = runner.routed_experts.rows.over
+        most = -(-int(across.max()) // over)
+        known = self.dp * over == self.ranks and most * self.ranks <= 8
+        assert self._promised == [most if known else 0], (across, over, self._promised)
+        self._promised.clear()
 
 
 def give_cpus_ragged_collectives():

@@ -105,19 +105,20 @@ class DeviceRank {
     return {spec_, share_of_batch(batch, shares, world_.rank(), spec_.top_k), output};
   }
   // Collective: a pass of a batch that is on the device.
-  void forward(DeviceBatch& batch) {
+  void forward(DeviceBatch& batch, const AdjustCall& adjust = {}) {
     batch.poison(*stream_);
     world_.barrier();
-    batch.enqueue(*layer_, *stream_);
+    batch.enqueue(*layer_, *stream_, adjust);
     stream_->synchronize();
     world_.barrier();
   }
   // Collective: this rank's share of the batch, into its place in `result`.
-  void run(const Batch& batch, const Shares& shares, BatchResult& result) {
+  void run(const Batch& batch, const Shares& shares, BatchResult& result,
+           const AdjustCall& adjust = {}) {
     const int rank = world_.rank();
     const auto r = static_cast<std::size_t>(rank);
     DeviceBatch device = share(batch, shares, result.output.dtype());
-    forward(device);
+    forward(device, adjust);
     BatchResult mine = device.fetch();
     const std::size_t slots = mine.ids.size();
     if (slots != 0) {
@@ -143,7 +144,7 @@ class DeviceRank {
 // The batch through a fresh world of ranks on GPUs, `passes` times, which must all be the same.
 inline BatchResult run_on_gpus(const LayerSpec& spec, const MoeWeights& weights, const Batch& batch,
                                const Shares& shares, DType output_dtype, int passes = 2,
-                               LayerOptions options = {}) {
+                               LayerOptions options = {}, const AdjustCall& adjust = {}) {
   const int ranks = static_cast<int>(shares.count.size());
   const auto max_tokens =
       static_cast<int>(std::max<std::int64_t>(1, *std::ranges::max_element(shares.count)));
@@ -151,7 +152,7 @@ inline BatchResult run_on_gpus(const LayerSpec& spec, const MoeWeights& weights,
                                    empty_result(spec, batch, ranks, output_dtype));
   run_all_ranks(World::threads(ranks), [&](const World& world) {
     DeviceRank rank(world, spec, weights, max_tokens, options);
-    for (BatchResult& result : results) rank.run(batch, shares, result);
+    for (BatchResult& result : results) rank.run(batch, shares, result, adjust);
   });
   for (const BatchResult& result : results) {
     EXPECT_TRUE(result.output == results[0].output) << "repeated";
@@ -164,15 +165,15 @@ inline BatchResult run_on_gpus(const LayerSpec& spec, const MoeWeights& weights,
 // their layers are dead.
 inline void expect_absent_is_named(const LayerSpec& spec, const MoeWeights& weights,
                                    const Batch& batch, const Shares& shares, int absent,
-                                   const LayerOptions& options) {
+                                   const LayerOptions& options, const AdjustCall& adjust = {}) {
   const int ranks = static_cast<int>(shares.count.size());
   const auto most = static_cast<int>(*std::ranges::max_element(shares.count));
   run_all_ranks(World::threads(ranks), [&](const World& world) {
     DeviceRank rank(world, spec, weights, most, options);
     DeviceBatch share = rank.share(batch, shares);
-    rank.forward(share);
+    rank.forward(share, adjust);
     const bool is_there = world.rank() != absent;
-    if (is_there) share.enqueue(rank.layer(), rank.stream());
+    if (is_there) share.enqueue(rank.layer(), rank.stream(), adjust);
     rank.stream().synchronize();
     rank.world().barrier();
     if (is_there) {

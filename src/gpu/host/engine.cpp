@@ -117,6 +117,7 @@ class Engine final : public LayerEngine {
   std::uint64_t patience_ns_for(std::int64_t tokens) const;
   void require_room();
   PassSizes pass_sizes() const;
+  bool runs_few_tokens(const ForwardInput& input, const CallParams& call, bool small) const;
   bool distributed() const { return world_.size() > 1; }
   // Describes launches of single blocks or of pairs. Fills `attributes`, to which the result
   // points.
@@ -135,6 +136,7 @@ class Engine final : public LayerEngine {
   int device_;
   KernelEntry kernel_;
   FewKernel few_kernel_ = nullptr;
+  bool few_over_ranks_ = false;  // all ranks' passes of few tokens may run it
   unsigned grid_ = 0;
   unsigned paired_grid_ = 0;
   struct Weights {
@@ -228,7 +230,15 @@ Engine::Engine(const World& world, const LayerSpec& spec, const MoeWeights& weig
   params_.clamps = std::isfinite(params_.limit) || params_.up_bias != 0;
   describe_weights();
   attempt_together(world_.fabric(), [&] { choose_grid(); });
-  if (distributed()) require_room();
+  if (distributed()) {
+    require_room();
+    // (A rank that records or traces runs other kernels.)
+    const bool mine = !options.diagnostics.trace && options.diagnostics.recorded_steps == 0 &&
+                      options.cuda.schedule.small_tokens != 0 && num_places() >= world.size() &&
+                      spec.capacity_factor == 0;
+    few_over_ranks_ = std::ranges::all_of(gather(world.fabric(), unsigned{mine}),
+                                          [](unsigned can) { return can != 0; });
+  }
   const PassSizes sizes = pass_sizes();
   params_.order = sizes.order;
   static_cast<LargeStorage&>(params_) = num_places() > kUsualExperts ? kernel_.many : kernel_.usual;
@@ -399,7 +409,7 @@ void Engine::choose_grid() {
         &blocks, function, kernel_.shape.threads, kernel_.shape.shared_bytes));
     blocks_per_sm = std::min(blocks_per_sm, blocks);
   }
-  few_kernel_ = few_kernel(few_numbers(policy().numerics), spec_.activation.gated);
+  few_kernel_ = few_kernel(few_numbers(policy().numerics), spec_.activation.gated, distributed());
   SWITCHYARD_CUDA(cudaFuncSetAttribute(reinterpret_cast<const void*>(few_kernel_),
                                        cudaFuncAttributeMaxDynamicSharedMemorySize,
                                        static_cast<int>(kMostFewSharedBytes)));
@@ -483,6 +493,25 @@ PassSizes Engine::pass_sizes() const {
   return sizes;
 }
 
+// Whether the kernel for few tokens runs the pass. Over ranks all must answer alike, so what only
+// this rank knows is no reason for another kernel.
+bool Engine::runs_few_tokens(const ForwardInput& input, const CallParams& call, bool small) const {
+  if (!distributed()) {
+    return small && few_tokens_serve(params_, policy(), call.tokens) &&
+           few_tokens_take(params_, call);
+  }
+  const int most = input.max_tokens_per_rank;
+  if (!few_over_ranks_ || most == 0 || !few_tokens_serve(params_, policy(), most)) return false;
+  if (call.tokens != 0 && !few_tokens_take(params_, call)) {
+    unsupported(fmt::format(
+        "max_tokens_per_rank is {}, and passes of so few tokens over ranks take bf16 activations, "
+        "topk_ids with topk_weights, and outputs in bf16 that are not accumulated; give those, or "
+        "max_tokens_per_rank 0 on all ranks",
+        most));
+  }
+  return true;
+}
+
 // Describes the memory to kernels: at first, and when its addresses have changed.
 void Engine::describe_memory() {
   layout_->describe(*memory_, params_);
@@ -548,10 +577,13 @@ void Engine::forward(const ForwardInput& input, const ForwardOutput& output) {
   cudaLaunchAttribute attributes[kMaxAttributes]{};
   cudaLaunchConfig_t config =
       launch_config(pairs, attributes, static_cast<cudaStream_t>(input.stream));
-  if (small && few_tokens_serve(params_, call, policy())) {
-    FewParams few = few_params(params_, call, on_device_.routed, policy());
+  if (runs_few_tokens(input, call, small)) {
+    const std::int64_t rows = distributed() ? input.max_tokens_per_rank : x.rows;
+    FewParams few = few_params(params_, call, on_device_.routed, policy(), rows);
+    config = launch_config(false, attributes, static_cast<cudaStream_t>(input.stream));
     config.blockDim = dim3(kFewThreads);
-    config.dynamicSmemBytes = few_shared_bytes(few.operand_bytes, few_numbers(policy().numerics));
+    config.dynamicSmemBytes =
+        few_shared_bytes(few.operand_bytes, few_numbers(policy().numerics), distributed());
     void* arguments[] = {&few};
     const LaunchTurn turn;
     SWITCHYARD_CUDA(
@@ -705,8 +737,13 @@ void Engine::count_traffic(const std::uint32_t* counters) {
   const auto others = static_cast<std::uint64_t>(world_.size() - 1);
   const std::uint64_t row_bytes = static_cast<std::uint64_t>(spec_.hidden) * 2;
   stats_.dispatch_bytes = counters[kSentTokens] * params_.heap.token_bytes() +
-                          counters[kSentRows] * params_.heap.entry_bytes();
-  stats_.combine_bytes = counters[kReturnedRows] * row_bytes;
+                          counters[kSentRows] * params_.heap.entry_bytes() +
+                          counters[kDispatchBytes];
+  stats_.combine_bytes = counters[kReturnedRows] * row_bytes + counters[kCombineBytes];
+  if (counters[kDispatchBytes] != 0) {  // a pass of few tokens, whose data are their own signals
+    stats_.signal_bytes = 0;
+    return;
+  }
   // Counts go two at a time, in words with the epoch.
   const auto pairs = static_cast<std::uint64_t>(protocol::ceil_div(num_places(), 2));
   stats_.signal_bytes = others * pairs * 2 * sizeof(std::uint64_t) + 4 * counters[kRaisedFlags];

@@ -35,20 +35,25 @@ FewWeights describe(const WeightArray& array, const float* scales, const std::by
 
 }  // namespace
 
-bool few_tokens_serve(const LayerParams& layer, const CallParams& call, const PolicyFacts& policy) {
+bool few_tokens_serve(const LayerParams& layer, const PolicyFacts& policy,
+                      std::int64_t rows_per_rank) {
   // (It does not read boxes of codes that become E4M3.)
-  return !policy.numerics.makes_codes() && layer.heaps.size() == 1 && call.given_ids != nullptr &&
-         !call.gated && call.x_type == DType::kBF16 && call.y_type == DType::kBF16 &&
-         !call.accumulate && call.capacity == kNoCapacity && layer.cells_per_token == layer.top_k &&
-         !layer.weight_on_input && layer.ring.words == nullptr && call.trace.records == nullptr &&
+  return !policy.numerics.makes_codes() && layer.cells_per_token == layer.top_k &&
+         !layer.weight_on_input &&
          few_tokens_fit(
-             call.tokens, layer.top_k, layer.hidden, layer.routed.intermediate,
-             few_numbers(policy.numerics),
+             rows_per_rank * layer.heaps.size(), layer.heaps.size(), layer.top_k, layer.hidden,
+             layer.routed.intermediate, few_numbers(policy.numerics),
              layer.routed.gemm1_rows > static_cast<std::uint32_t>(layer.routed.intermediate));
 }
 
+bool few_tokens_take(const LayerParams& layer, const CallParams& call) {
+  return call.given_ids != nullptr && !call.gated && call.x_type == DType::kBF16 &&
+         call.y_type == DType::kBF16 && !call.accumulate && call.capacity == kNoCapacity &&
+         layer.ring.words == nullptr && call.trace.records == nullptr;
+}
+
 FewParams few_params(const LayerParams& layer, const CallParams& call, const DeviceFfn& experts,
-                     const PolicyFacts& policy) {
+                     const PolicyFacts& policy, std::int64_t rows_per_rank) {
   const FfnParams& ffn = layer.routed;
   const FewNumbers numbers = few_numbers(policy.numerics);
   const auto top_k = static_cast<std::uint32_t>(layer.top_k);
@@ -59,15 +64,20 @@ FewParams few_params(const LayerParams& layer, const CallParams& call, const Dev
   static_cast<InputCall&>(few) = call;
   static_cast<OutputCall&>(few) = call;
   few.tokens = call.tokens;
+  few.rows_per_rank = static_cast<std::uint32_t>(rows_per_rank);
+  few.rows = few.rows_per_rank * static_cast<std::uint32_t>(layer.heaps.size());
   few.top_k = Divisor::of(top_k);
   few.num_routed = static_cast<std::uint32_t>(layer.num_routed);
   few.num_experts = static_cast<std::uint32_t>(layer.num_experts);
   few.place_of = layer.place_of;
+  few.first_expert = static_cast<std::uint32_t>(layer.first_expert);
+  few.local_experts = static_cast<std::uint32_t>(layer.local_experts);
+  few.heap = layer.heap;
   few.weights[0] = describe(experts.gemm1(), ffn.gemm1_scales, ffn.gemm1_boxes, policy.numerics);
   few.weights[1] = describe(experts.gemm2(), ffn.gemm2_scales, ffn.gemm2_boxes, policy.numerics);
-  few.operands[0] = FewOperand::of(call.tokens, static_cast<std::uint32_t>(layer.hidden), numbers);
+  few.operands[0] = FewOperand::of(few.rows, static_cast<std::uint32_t>(layer.hidden), numbers);
   few.operands[1] =
-      FewOperand::of(call.tokens * top_k, static_cast<std::uint32_t>(ffn.intermediate), numbers);
+      FewOperand::of(few.rows * top_k, static_cast<std::uint32_t>(ffn.intermediate), numbers);
   few.h_stages = Divisor::of(few.operands[1].stages);
   few.operand_bytes = few_operand_bytes(few.operands[0], few.operands[1], numbers);
   few.more_of_first = ffn.more_of_first;

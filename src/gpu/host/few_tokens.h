@@ -7,11 +7,15 @@
 
 namespace switchyard::gpu {
 
-// Returns whether the kernel computes all that the call asks for, and whether the pass fits it.
-// `call` says what the pass itself converts.
-bool few_tokens_serve(const LayerParams& layer, const CallParams& call, const PolicyFacts& policy);
+// Returns whether the kernel is for such a layer, and whether passes of so many tokens fit it. Over
+// ranks it is the same on all of them. `rows_per_rank`: the tokens or, over ranks, the most that
+// any rank has.
+bool few_tokens_serve(const LayerParams& layer, const PolicyFacts& policy,
+                      std::int64_t rows_per_rank);
+// Returns whether the kernel computes what the call asks for. `call` says what the pass converts.
+bool few_tokens_take(const LayerParams& layer, const CallParams& call);
 
 FewParams few_params(const LayerParams& layer, const CallParams& call, const DeviceFfn& experts,
-                     const PolicyFacts& policy);
+                     const PolicyFacts& policy, std::int64_t rows_per_rank);
 
 }  // namespace switchyard::gpu

@@ -66,6 +66,9 @@ protocol::Heap::Shape heap_shape(const PassSizes& sizes) {
   shape.weighs_input = sizes.weighs_input;
   shape.cell_bytes = cell_tokens * static_cast<std::size_t>(sizes.cells_per_token()) *
                      static_cast<std::size_t>(sizes.hidden) * 2;
+  if (sizes.num_ranks > 1 && sizes.num_ranks <= protocol::kMostFewRows) {
+    shape.few_hidden = sizes.hidden;
+  }
   return shape;
 }
 

@@ -1,7 +1,7 @@
-// Passes of few tokens, of one rank, with the routing given: see docs/decisions/0044. One token's
-// pass is mostly a wait for memory, and a starting kernel pays for every instruction that it
-// reaches for the first time. So this one has few instructions. There are no tasks: what a warp
-// computes follows from its number.
+// Passes of few tokens with the routing given: see docs/decisions/0044 and 0048. One token's pass
+// is mostly a wait for memory, and a starting kernel pays for every instruction that it reaches for
+// the first time. So this one has few instructions. There are no tasks: what a warp computes
+// follows from its number.
 //
 //   first GEMM    a pair of warps multiplies 16 rows of an expert's weights, 8 of gate and the same
 //                 8 of up, with all tokens of the pass, activates the sums and stores h
@@ -11,7 +11,13 @@
 // A warp's weights come as one stream through a ring in shared memory, in which each lane copies
 // what it multiplies. The stream does not end between the GEMMs: while blocks wait for each other's
 // h, the second GEMM's first weights arrive.
+//
+// Over ranks, every rank sends all others its tokens and their slots, and computes with its experts
+// what all tokens need of them. What it sums for a token of another rank goes there, and that rank
+// adds up the sums in the order of ranks. Each rank has the same number of rows, and what it does
+// not use of them has no slots.
 #include "gpu/layer/few_tokens.h"
+#include "gpu/pipeline/peer.cuh"
 #include "gpu/ptx/mma.cuh"
 #include "gpu/route/choose.cuh"
 #include "gpu/tile/activation.cuh"
@@ -27,11 +33,12 @@ struct FewStorage {
   LifeState life;
   std::uint32_t num_experts;           // that any token chose
   std::int32_t expert[kMostFewSlots];  // their places
-  // The slot of each token, by the place in `expert`.
-  alignas(8) std::uint8_t row_of[kMostFewSlots][kMostFewTokens];
-  std::int32_t ids[kMostFewSlots];
+  // The slot of each row, by the place in `expert`.
+  alignas(8) std::uint8_t row_of[kMostFewSlots][kMostFewRows];
+  std::int32_t ids[kMostFewSlots];  // places of experts
   float weights[kMostFewSlots];
   std::uint8_t place_in_list[kMostFewSlots];
+  std::uint32_t ranks_of[kMostFewRows];  // a bit for each rank that has an expert of the row
 };
 
 // A warp's place in its stream of stages.
@@ -41,7 +48,7 @@ struct Cursor {
   std::uint32_t left = 0;             // stages of the job
 };
 
-template <FewNumbers kNumbers, bool kGated>
+template <FewNumbers kNumbers, bool kGated, bool kRanks>
 struct Few {
   static constexpr bool kScaled = kNumbers == FewNumbers::kFp8, kFourBit = few_four_bit(kNumbers);
   // The type of four-bit weights; of others it is not used.
@@ -53,7 +60,8 @@ struct Few {
   std::uint32_t operand, ring, sums;  // addresses in shared memory; the ring is the warp's
   const std::uint32_t warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
 
-  static constexpr std::uint32_t kStageBytes = few_stage_bytes(kNumbers);
+  static constexpr std::uint32_t kStageBytes = few_stage_bytes(kNumbers),
+                                 kFewStages = few_stages(kRanks);
   static constexpr std::uint32_t kOperandBytes = 2 * few_stage_columns(kNumbers);
 
   __device__ Lifetime life() const { return {p, block.life}; }
@@ -88,25 +96,219 @@ struct Few {
     }
     return outcome;
   }
-  // Reads the routing, one warp for each token.
-  __device__ void read_routing() const {
-    if (warp >= p.tokens) return;
-    GateOutcome mine = given_slot(warp);
+
+  // --- Over ranks.
+
+  __device__ std::uint32_t rank() const { return static_cast<std::uint32_t>(p.heaps.rank); }
+  __device__ std::byte* mine() const { return p.heaps.mine(); }
+  __device__ std::uint32_t first_own_row() const { return kRanks ? rank() * p.rows_per_rank : 0; }
+  __device__ bool is_here(std::int32_t place) const {
+    return place >= 0 && static_cast<std::uint32_t>(place) - p.first_expert < p.local_experts;
+  }
+  // Calls visit(peer) for all other ranks, the next one first, or for a block's share of them.
+  template <typename Visit>
+  __device__ __forceinline__ void visit_others(std::uint32_t first, std::uint32_t step,
+                                               Visit&& visit) const {
+#pragma unroll 1
+    for (std::uint32_t distance = 1 + first;
+         distance < static_cast<std::uint32_t>(life().num_ranks()); distance += step) {
+      visit(Peer(p.heaps, life().rank_at(distance)));
+    }
+  }
+  __device__ static std::uint64_t word_of(std::uint32_t flag, std::uint32_t data) {
+    return std::uint64_t{flag} << 32 | data;
+  }
+  // Sends this rank's tokens to all others. Half of the warps do, those that read no routing.
+  __device__ __forceinline__ void send_rows(std::uint64_t epoch) const {
+    constexpr std::uint32_t kFirst = kFewWarps / 2;
+    if (warp < kFirst) return;
+    const std::uint32_t flag = static_cast<std::uint32_t>(epoch) + 1,
+                        vectors = p.operands[0].columns / 4;
+    std::uint32_t at = ((warp - kFirst) * gridDim.x + blockIdx.x) * 32 + lane;
+#pragma unroll 1
+    for (std::uint32_t token = 0; token < p.tokens;) {
+      if (at >= vectors) {
+        at -= vectors;
+        ++token;
+        continue;
+      }
+      const uint2 four = __ldg(reinterpret_cast<const uint2*>(
+          static_cast<const std::uint16_t*>(p.x) + token * p.x_stride + 4 * at));
+      const WordPair words{word_of(flag, four.x), word_of(flag, four.y)};
+      visit_others(0, 1, [&](const Peer& peer) {
+        peer.put_words(p.heap.few_row(epoch, first_own_row() + token) + 2 * at, words);
+      });
+      at += gridDim.x * (kFewWarps - kFirst) * 32;
+    }
+  }
+  // Waits for a word of another rank. The flag is in its upper half. Returns false if the pass was
+  // given up.
+  __device__ __forceinline__ bool await_word(const std::uint64_t* word, protocol::Phase phase,
+                                             std::uint32_t peer) const {
+    const std::uint32_t flag = life().flag();
+    std::uint64_t seen = 0;
+    return life().waiter().wait_for(
+        [&] {
+          seen = protocol::load_relaxed(word);
+          return static_cast<std::uint32_t>(seen >> 32) == flag;
+        },
+        [&] {
+          return protocol::Missing{phase, static_cast<int>(peer), 0, flag, seen >> 32};
+        });
+  }
+  // Takes the slots of the other ranks' rows, one warp for each row. They stand for the other rank:
+  // all of them come, even if it has no token. Returns false if the pass was given up.
+  __device__ __forceinline__ bool receive_slots() const {
+    if (warp >= p.rows) return true;
+    const std::uint32_t source = warp / p.rows_per_rank;
+    if (source == rank()) return true;
+    const bool has_slot = lane < p.top_k.count;
+    const std::uint32_t slot = warp * p.top_k.count + (has_slot ? lane : 0);
+    const std::uint64_t* const words = (p.heap.few_slots(life().epoch()) + 2 * slot).in(mine());
+    const std::uint32_t flag = life().flag();
+    WordPair pair{};
+    bool goes_on = true;
+#pragma unroll 1
+    while (goes_on) {
+      pair = load_words(words);
+      const bool first = pair.first >> 32 == flag, second = pair.second >> 32 == flag;
+      if (first && second) break;
+      goes_on = await_word(first ? words + 1 : words, protocol::Phase::kCounts, source);
+    }
+    if (!__all_sync(~0u, goes_on)) return false;
+    note_slot(warp, slot, static_cast<std::int32_t>(pair.first),
+              __uint_as_float(static_cast<std::uint32_t>(pair.second)));
+    return true;
+  }
+  // Notes lane k's slot of a row, and which ranks the row needs. Called by a warp.
+  __device__ __forceinline__ void note_slot(std::uint32_t row, std::uint32_t slot,
+                                            std::int32_t place, float weight) const {
+    const bool has_slot = lane < p.top_k.count;
+    if (has_slot) {
+      block.ids[slot] = place;
+      block.weights[slot] = weight;
+    }
+    if constexpr (kRanks) {
+      const std::uint32_t ranks =
+          __reduce_or_sync(~0u, has_slot && place >= 0 ? 1u << p.heaps.experts.owner(place) : 0u);
+      if (lane == 0) block.ranks_of[row] = ranks;
+    }
+  }
+  // Brings the other ranks' rows that have an expert here into the operand, in the pieces of
+  // request_operand(). Returns false if the pass was given up.
+  __device__ __forceinline__ bool receive_rows() const {
+    const FewOperand& o = p.operands[0];
+    const std::uint32_t flag = life().flag();
+#pragma unroll 1
+    for (std::uint32_t i = first_piece(); i < o.rows * o.pieces.count; i += kFewThreads) {
+      const std::uint32_t row = o.pieces.quotient(i), source = row / p.rows_per_rank;
+      if (source == rank() || (block.ranks_of[row] >> rank() & 1) == 0) continue;
+      const std::uint32_t column = 16 * (i - row * o.pieces.count);
+      const std::uint32_t to = operand + row * o.row_bytes + column * 2;
+      const std::uint64_t* const words =
+          (p.heap.few_row(life().epoch(), row) + column / 2).in(mine());
+      std::uint32_t data[8] = {};
+      std::uint32_t missing = 8;
+#pragma unroll 1
+      while (true) {
+        missing = 8;
+#pragma unroll
+        for (std::uint32_t j = 4; j-- > 0;) {
+          if (column + 4 * j >= o.columns) continue;
+          const WordPair pair = load_words(words + 2 * j);
+          data[2 * j] = static_cast<std::uint32_t>(pair.first);
+          data[2 * j + 1] = static_cast<std::uint32_t>(pair.second);
+          if (pair.second >> 32 != flag) missing = 2 * j + 1;
+          if (pair.first >> 32 != flag) missing = 2 * j;
+        }
+        if (missing == 8) break;
+        if (!await_word(words + missing, protocol::Phase::kDispatch, source)) return false;
+      }
+      store_shared_vector(to, uint4{data[0], data[1], data[2], data[3]});
+      store_shared_vector(to + 16, uint4{data[4], data[5], data[6], data[7]});
+    }
+    return true;
+  }
+  // Sends a rank its token's sum of the experts here, of one column.
+  __device__ __forceinline__ void send_sum(std::uint32_t row, std::uint32_t column,
+                                           float sum) const {
+    const std::uint32_t owner = row / p.rows_per_rank, token = row - owner * p.rows_per_rank;
+    Peer(p.heaps, static_cast<int>(owner))
+        .put_word(p.heap.few_sums(first_own_row() + token) + column,
+                  word_of(life().flag(), __float_as_uint(sum)));
+  }
+  // Adds up what ranks have sent for this rank's tokens, in the columns of this block's tiles.
+  __device__ __forceinline__ void receive_sums() const {
+    const std::uint32_t tiles = p.weights[1].tiles.count, hidden = p.weights[1].rows;
+    const std::uint32_t own =
+        blockIdx.x < tiles ? (tiles - blockIdx.x + gridDim.x - 1) / gridDim.x : 0;
+#pragma unroll 1
+    for (std::uint32_t i = threadIdx.x; i < own * kFewRows * p.tokens; i += kFewThreads) {
+      const std::uint32_t token = i / (own * kFewRows), rest = i - token * own * kFewRows;
+      const std::uint32_t column =
+          (blockIdx.x + rest / kFewRows * gridDim.x) * kFewRows + rest % kFewRows;
+      if (column >= hidden) continue;
+      float sum = 0;
+#pragma unroll 1
+      for (std::uint32_t ranks = block.ranks_of[first_own_row() + token]; ranks != 0;
+           ranks &= ranks - 1) {
+        const auto source = static_cast<std::uint32_t>(__ffs(static_cast<int>(ranks))) - 1;
+        const std::uint64_t* const word =
+            (p.heap.few_sums(source * p.rows_per_rank + token) + column).in(mine());
+        if (!await_word(word, protocol::Phase::kCombine, source)) return;
+        sum += __uint_as_float(static_cast<std::uint32_t>(protocol::load_relaxed(word)));
+      }
+      static_cast<std::uint16_t*>(p.y)[token * p.y_stride + column] =
+          static_cast<std::uint16_t>(pack_bf16(sum * p.scale, 0));
+    }
+  }
+  // Counts the bytes that this rank sends. Called by one thread.
+  __device__ void count_traffic() const {
+    std::uint32_t sums = 0;
+#pragma unroll 1
+    for (std::uint32_t row = 0; row < p.rows; ++row) {
+      if (row / p.rows_per_rank != rank()) sums += block.ranks_of[row] >> rank() & 1;
+    }
+    const std::uint32_t hidden = p.operands[0].columns, others = life().num_ranks() - 1;
+    std::uint32_t* const counters = block.life.words.counters();
+    counters[kDispatchBytes] =
+        others * (p.tokens * hidden * 4 + p.rows_per_rank * p.top_k.count * 16);
+    counters[kCombineBytes] = sums * hidden * 8;
+  }
+
+  // --- The routing.
+
+  // Reads the routing of this rank's rows, one warp for each, and sends it.
+  __device__ void read_routing(std::uint64_t epoch) const {
+    const std::uint32_t token = warp - first_own_row();
+    if (token >= (kRanks ? p.rows_per_rank : p.tokens)) return;
+    GateOutcome mine;
+    if (token < p.tokens) mine = given_slot(token);
     if (blockIdx.x == 0 && mine.bad_id != 0 && lane < p.top_k.count) {
       atomicAdd(p.pass_words[*p.epoch_word & 1].counters() + kBadSlots, 1u);
       if (!p.skips_bad_ids) p.failures->bad_id = mine.bad_id;
     }
-    if (lane >= p.top_k.count) return;
-    const std::uint32_t slot = warp * p.top_k.count + lane;
-    if (blockIdx.x == 0 && p.out_ids != nullptr) p.out_ids[slot] = mine.id;
-    if (blockIdx.x == 0 && p.out_weights != nullptr) p.out_weights[slot] = mine.weight;
+    const bool has_slot = lane < p.top_k.count;
+    if (blockIdx.x == 0 && token < p.tokens && has_slot) {
+      const std::uint32_t out = token * p.top_k.count + lane;
+      if (p.out_ids != nullptr) p.out_ids[out] = mine.id;
+      if (p.out_weights != nullptr) p.out_weights[out] = mine.weight;
+    }
     if (mine.id >= 0 && p.place_of != nullptr) mine.id = p.place_of[mine.id];
-    block.ids[slot] = mine.id;
-    block.weights[slot] = mine.weight;
+    const std::uint32_t slot = warp * p.top_k.count + lane;
+    if constexpr (kRanks) {
+      const std::uint32_t flag = static_cast<std::uint32_t>(epoch) + 1;
+      const WordPair words{word_of(flag, static_cast<std::uint32_t>(mine.id)),
+                           word_of(flag, __float_as_uint(mine.weight))};
+      visit_others(blockIdx.x, gridDim.x, [&](const Peer& peer) {
+        if (has_slot) peer.put_words(p.heap.few_slots(epoch) + 2 * slot, words);
+      });
+    }
+    note_slot(warp, slot, mine.id, mine.weight);
   }
   // Lists the experts in the order in which slots name them. Called by one warp.
   __device__ void list_experts() const {
-    const std::uint32_t slots = p.tokens * p.top_k.count;
+    const std::uint32_t slots = p.rows * p.top_k.count;
     auto* const words = reinterpret_cast<std::uint32_t*>(block.row_of);
     for (std::uint32_t i = lane; i < sizeof block.row_of / 4; i += 32) words[i] = ~0u;
     __syncwarp();
@@ -114,15 +316,16 @@ struct Few {
 #pragma unroll 1
     for (std::uint32_t first = 0; first < slots; first += 32) {
       const std::uint32_t slot = first + lane;
-      const std::int32_t id = slot < slots ? block.ids[slot] : -1;
-      std::uint32_t owner = p.tokens == 1 || id < 0 ? slot : 0;
+      std::int32_t id = slot < slots ? block.ids[slot] : -1;
+      if (kRanks && !is_here(id)) id = -1;
+      std::uint32_t owner = p.rows == 1 || id < 0 ? slot : 0;
 #pragma unroll 1
       while (owner < slot && block.ids[owner] != id) ++owner;
       const bool is_first = id >= 0 && owner == slot;
       const std::uint32_t mask = __ballot_sync(~0u, is_first);
       if (is_first) {
         const std::uint32_t at = count + __popc(mask & ((1u << lane) - 1));
-        block.expert[at] = id;
+        block.expert[at] = kRanks ? id - static_cast<std::int32_t>(p.first_expert) : id;
         block.place_in_list[slot] = static_cast<std::uint8_t>(at);
       }
       count += __popc(mask);
@@ -140,7 +343,7 @@ struct Few {
   __device__ static std::uint32_t first_piece() {
     return (threadIdx.x + kFewThreads / 2) % kFewThreads;
   }
-  // Requests x or h. Called by the block.
+  // Requests x or h, of ranks' rows this rank's, or those with an expert here. Called by the block.
   __device__ __forceinline__ void request_operand(std::uint32_t gemm) const {
     const FewOperand& o = p.operands[gemm];
     const auto* const from = gemm == 0 ? static_cast<const std::uint16_t*>(p.x) : p.h;
@@ -149,7 +352,12 @@ struct Few {
     for (std::uint32_t i = first_piece(); i < o.rows * o.pieces.count; i += kFewThreads) {
       const std::uint32_t row = o.pieces.quotient(i), column = 16 * (i - row * o.pieces.count);
       const std::uint32_t to = operand + row * o.row_bytes + column * 2;
-      const std::uint16_t* const at = from + row * stride + column;
+      std::uint32_t of_source = row;
+      if constexpr (kRanks) {
+        if (gemm == 0) of_source -= first_own_row();
+        if (gemm == 0 ? of_source >= p.tokens : !is_here(block.ids[row])) continue;
+      }
+      const std::uint16_t* const at = from + of_source * stride + column;
       const bool first = column < o.columns, second = column + 8 < o.columns;
       copy_async(to, reinterpret_cast<const std::byte*>(first ? at : from), first);
       copy_async(to + 16, reinterpret_cast<const std::byte*>(second ? at + 8 : from), second);
@@ -471,12 +679,14 @@ struct Few {
     const std::uint32_t owner = threadIdx.x / 4, i = threadIdx.x % 4;
     const std::uint32_t token = owner % 4 * 2 + i % 2,
                         row = tile * kFewRows + owner / 4 + (i < 2 ? 0 : 8);
-    if (owner >= 32 || token >= p.tokens || row >= p.weights[1].rows) return;
+    if (owner >= 32 || token >= p.rows || row >= p.weights[1].rows) return;
+    if (kRanks && (block.ranks_of[token] >> rank() & 1) == 0) return;
     float sum = 0;
 #pragma unroll
     for (std::uint32_t w = 0; w < kFewWarps; ++w) {
       sum += load_shared_float(sums_of(buffer, w) + threadIdx.x * 4);
     }
+    if constexpr (kRanks) return send_sum(token, row, sum);
     static_cast<std::uint16_t*>(p.y)[token * p.y_stride + row] =
         static_cast<std::uint16_t>(pack_bf16(sum * p.scale, 0));
   }
@@ -494,7 +704,7 @@ struct Few {
     }
   }
   __device__ void store_stats() const {
-    const std::uint32_t slots = p.tokens * p.top_k.count;
+    const std::uint32_t slots = p.rows * p.top_k.count;
 #pragma unroll 1
     for (std::uint32_t e = threadIdx.x; e < p.num_experts; e += kFewThreads) {
       std::uint32_t rows = 0;
@@ -504,7 +714,9 @@ struct Few {
       }
       p.stats[e] = rows;
     }
-    if (threadIdx.x == 0) p.stats[p.num_experts] = p.tokens;
+    if (threadIdx.x != 0) return;
+    p.stats[p.num_experts] = p.tokens;
+    if constexpr (kRanks) count_traffic();
   }
   // Meets all blocks, each of which has stored its part of h. Returns false if the pass was given
   // up.
@@ -521,8 +733,10 @@ struct Few {
   __device__ __forceinline__ void run() const {
     Source source{};
     source.cursor.job = first_job(0);
+    const std::uint64_t epoch = kRanks ? *p.epoch_word : 0;
     std::uint32_t from = 0, buffer = 0;
-    // Both GEMMs have one copy of the code.
+    bool arrived = true;  // what other ranks send
+                          // Both GEMMs have one copy of the code.
 #pragma unroll 1
     for (std::uint32_t gemm = 0; gemm < 2; ++gemm) {
       buffer = 0;  // (pairs of warps had different numbers of jobs)
@@ -532,11 +746,23 @@ struct Few {
         // x was requested before the first weights: what is requested after them arrives after
         // them, too. (With one token, the warp that lists the experts has read the routing.)
         if (threadIdx.x == kFewThreads - 1) begin_life();
-        read_routing();
-        if (p.tokens != 1) __syncthreads();
+        read_routing(epoch);
+        if constexpr (kRanks) {
+          send_rows(epoch);
+          __syncthreads();
+          if (block.life.aborted) break;
+          arrived = receive_slots();
+          if (__syncthreads_or(!arrived)) break;
+        } else {
+          if (p.rows != 1) __syncthreads();
+        }
         if (warp == 0) list_experts();
         __syncthreads();
-        if (block.life.aborted) break;
+        if constexpr (kRanks) {
+          arrived = receive_rows();
+        } else {
+          if (block.life.aborted) break;
+        }
 #pragma unroll 1
         for (std::uint32_t i = 0; i < kFewStages; ++i) source.request(*this);
         await_copy_groups<kFewStages>();
@@ -544,7 +770,11 @@ struct Few {
         await_copies();
       }
       if constexpr (kScaled) quantize_operand(gemm);
-      __syncthreads();
+      if constexpr (kRanks) {
+        if (__syncthreads_or(!arrived)) break;
+      } else {
+        __syncthreads();
+      }
       if (gemm == 0) prepare_next_pass();
       const FewOperand& o = p.operands[gemm];
       Cursor c;
@@ -554,7 +784,7 @@ struct Few {
         float sums[4] = {};
         do {
           const auto row_of = [&](std::uint32_t token) {
-            if (gemm == 0) return min(token, p.tokens - 1);
+            if (gemm == 0) return min(token, p.rows - 1);
             const std::uint32_t slot = block.row_of[c.expert][token];
             return slot == kNoRow ? 0 : slot;  // (nobody reads its sums)
           };
@@ -594,37 +824,40 @@ struct Few {
       }
       // (Where there are fewer tiles than blocks, the last block has least to do.)
       if (gemm == 1 && blockIdx.x == gridDim.x - 1) store_stats();
+      if (kRanks && gemm == 1) receive_sums();
     }
     await_copies();
   }
 };
 
-template <FewNumbers kNumbers, bool kGated>
+template <FewNumbers kNumbers, bool kGated, bool kRanks>
 __global__ void __launch_bounds__(kFewThreads, 1) few_tokens(const __grid_constant__ FewParams p) {
   extern __shared__ __align__(128) std::byte shared_memory[];
   __shared__ FewStorage block;
-  constexpr std::uint32_t kRingBytes = kFewStages * few_stage_bytes(kNumbers);
+  constexpr std::uint32_t kRingBytes = few_stages(kRanks) * few_stage_bytes(kNumbers);
   const std::uint32_t operand = shared_address(shared_memory), ring = operand + p.operand_bytes;
-  const Few<kNumbers, kGated> few{p, block, operand, ring + threadIdx.x / 32 * kRingBytes,
-                                  ring + kFewWarps * kRingBytes};
+  const Few<kNumbers, kGated, kRanks> few{p, block, operand, ring + threadIdx.x / 32 * kRingBytes,
+                                          ring + kFewWarps * kRingBytes};
   few.run();
 }
 
-template <bool kGated>
+template <bool kGated, bool kRanks>
 FewKernel few_kernel_of(FewNumbers numbers) {
   switch (numbers) {
-    case FewNumbers::kFp8: return few_tokens<FewNumbers::kFp8, kGated>;
-    case FewNumbers::kMxfp4: return few_tokens<FewNumbers::kMxfp4, kGated>;
-    case FewNumbers::kInt4: return few_tokens<FewNumbers::kInt4, kGated>;
+    case FewNumbers::kFp8: return few_tokens<FewNumbers::kFp8, kGated, kRanks>;
+    case FewNumbers::kMxfp4: return few_tokens<FewNumbers::kMxfp4, kGated, kRanks>;
+    case FewNumbers::kInt4: return few_tokens<FewNumbers::kInt4, kGated, kRanks>;
     case FewNumbers::kBf16: break;
   }
-  return few_tokens<FewNumbers::kBf16, kGated>;
+  return few_tokens<FewNumbers::kBf16, kGated, kRanks>;
 }
 
 }  // namespace
 
-FewKernel few_kernel(FewNumbers numbers, bool gated) {
-  return gated ? few_kernel_of<true>(numbers) : few_kernel_of<false>(numbers);
+FewKernel few_kernel(FewNumbers numbers, bool gated, bool ranks) {
+  if (ranks)
+    return gated ? few_kernel_of<true, true>(numbers) : few_kernel_of<false, true>(numbers);
+  return gated ? few_kernel_of<true, false>(numbers) : few_kernel_of<false, false>(numbers);
 }
 
 }  // namespace switchyard::gpu

@@ -18,13 +18,16 @@
 namespace switchyard::gpu {
 
 inline constexpr int kFewWarps = 16, kFewThreads = 32 * kFewWarps;
-// The columns of the matrix instruction: each token of the pass has one.
-inline constexpr int kMostFewTokens = 8;
-inline constexpr int kMostFewSlots = 64;
+// The columns of the matrix instruction: each row of the pass has one. Rows are tokens, those of
+// all ranks.
+inline constexpr int kMostFewRows = protocol::kMostFewRows;
+inline constexpr int kMostFewSlots = protocol::kMostFewSlots;
 // Each warp streams 16 rows of weights through a ring of its own, 2 KB and their scales per stage.
 // The warps of a block must have about 40 KB of requests under way to keep up with memory, and with
-// one token only five or six of them have work.
-inline constexpr std::uint32_t kFewRows = 16, kFewStages = 4, kFewStageRowBytes = 128;
+// one token only five or six of them have work. A pass over ranks has more slots, so more warps
+// have work, and it needs the room for the slots.
+inline constexpr std::uint32_t kFewRows = 16, kFewStageRowBytes = 128;
+constexpr std::uint32_t few_stages(bool ranks) { return ranks ? 3 : 4; }
 
 // How a pass of few tokens multiplies: bf16 or FP8 throughout, or weights of four bits with tokens
 // in bf16.
@@ -113,10 +116,14 @@ struct FewWeights {
 };
 
 struct FewParams : WaitParams, ActivationParams, RouteCall, InputCall, OutputCall {
-  std::uint32_t tokens;
+  std::uint32_t tokens;  // of this rank
+  std::uint32_t rows;    // of all ranks, each of which has as many rows
   Divisor top_k;
   std::uint32_t num_routed, num_experts;
   const std::int32_t* place_of;
+  // Over ranks: the rows of each, the places whose experts are here, and where ranks write.
+  std::uint32_t rows_per_rank, first_expert, local_experts;
+  protocol::Heap heap;
   FewWeights weights[2];   // of the first and the second GEMM
   FewOperand operands[2];  // x and h
   Divisor h_stages;
@@ -139,8 +146,9 @@ constexpr std::uint32_t few_operand_bytes(const FewOperand& x, const FewOperand&
                                           FewNumbers numbers) {
   return protocol::round_up(std::max(x.bytes(numbers), h.bytes(numbers)), 128u);
 }
-constexpr std::uint32_t few_shared_bytes(std::uint32_t operand_bytes, FewNumbers numbers) {
-  return operand_bytes + kFewWarps * (kFewStages * few_stage_bytes(numbers) + 2 * 32 * 16);
+constexpr std::uint32_t few_shared_bytes(std::uint32_t operand_bytes, FewNumbers numbers,
+                                         bool ranks) {
+  return operand_bytes + kFewWarps * (few_stages(ranks) * few_stage_bytes(numbers) + 2 * 32 * 16);
 }
 inline constexpr std::uint32_t kMostFewSharedBytes = 225 * 1024;
 
@@ -150,23 +158,29 @@ inline constexpr std::uint32_t kMostFewSharedBytes = 225 * 1024;
 // up to 189 MB, and from 201 MB on both are alike. Four-bit weights have no such bound: up to 198
 // MB they were read here at 2.2 to 2.6 TB/s, and in the small pass's kernel at 1.6 to 1.8.
 inline constexpr std::int64_t kMostFewBytes = 202'000'000;
+// The same for a rank's share of the slots of a pass over ranks, whose other kernel begins later.
+inline constexpr std::int64_t kMostFewBytesOverRanks = 400'000'000;
 
-// Whether the kernel has room for a pass of one rank with the routing given, and is the faster one.
-// Its matrix instruction has columns for eight tokens.
-constexpr bool few_tokens_fit(std::int64_t tokens, int top_k, int hidden, int intermediate,
-                              FewNumbers numbers, bool gated) {
-  if (tokens < 1 || tokens > kMostFewTokens || tokens * top_k > kMostFewSlots) return false;
+// Whether the kernel has room for a pass with the routing given, and is the faster one. `rows`: the
+// tokens of one rank or, over ranks, of all. Its matrix instruction has columns for eight.
+constexpr bool few_tokens_fit(std::int64_t rows, int num_ranks, int top_k, int hidden,
+                              int intermediate, FewNumbers numbers, bool gated) {
+  if (rows < 1 || rows > kMostFewRows || rows * top_k > kMostFewSlots) return false;
+  const bool ranks = num_ranks > 1;
   const std::int64_t expert_bytes =
       std::int64_t{hidden} * intermediate * (gated ? 3 : 2) * (numbers == FewNumbers::kFp8 ? 1 : 2);
-  if (!few_four_bit(numbers) && tokens * top_k * expert_bytes > kMostFewBytes) return false;
-  const auto rows = static_cast<std::uint32_t>(tokens);
-  const FewOperand x = FewOperand::of(rows, static_cast<std::uint32_t>(hidden), numbers),
-                   h = FewOperand::of(rows * static_cast<std::uint32_t>(top_k),
+  if (!few_four_bit(numbers) &&
+      rows * top_k * expert_bytes / num_ranks > (ranks ? kMostFewBytesOverRanks : kMostFewBytes)) {
+    return false;
+  }
+  const auto some = static_cast<std::uint32_t>(rows);
+  const FewOperand x = FewOperand::of(some, static_cast<std::uint32_t>(hidden), numbers),
+                   h = FewOperand::of(some * static_cast<std::uint32_t>(top_k),
                                       static_cast<std::uint32_t>(intermediate), numbers);
-  return few_shared_bytes(few_operand_bytes(x, h, numbers), numbers) <= kMostFewSharedBytes;
+  return few_shared_bytes(few_operand_bytes(x, h, numbers), numbers, ranks) <= kMostFewSharedBytes;
 }
 
 using FewKernel = void (*)(FewParams);
-FewKernel few_kernel(FewNumbers numbers, bool gated);
+FewKernel few_kernel(FewNumbers numbers, bool gated, bool ranks);
 
 }  // namespace switchyard::gpu

@@ -46,7 +46,11 @@ class Peer {
   __device__ __forceinline__ void signal_relaxed(protocol::Region<Flag> flag, Flag value) const {
     protocol::store_relaxed(mapped(flag), value);
   }
-  // Stores words that hold data and flag together, so no signal has to follow.
+  // Stores a word, or two, that hold data and flag together, so no signal has to follow.
+  __device__ __forceinline__ void put_word(protocol::Region<std::uint64_t> to,
+                                           std::uint64_t word) const {
+    protocol::store_relaxed(mapped(to), word);
+  }
   __device__ __forceinline__ void put_words(protocol::Region<std::uint64_t> to,
                                             const WordPair& words) const {
     store_words(mapped(to), words);

@@ -59,7 +59,8 @@ struct PassWords {
   }
 };
 
-// The counters of a pass's statistics. All but the first four concern traffic with other ranks.
+// The counters of a pass's statistics. All but the first four concern traffic with other ranks. The
+// last two count bytes, of passes of few tokens.
 enum PassCounter : std::uint32_t {
   kNanLogits,
   kNanTokens,
@@ -69,6 +70,8 @@ enum PassCounter : std::uint32_t {
   kSentRows,
   kReturnedRows,
   kRaisedFlags,
+  kDispatchBytes,
+  kCombineBytes,
   kNumPassCounters
 };
 
