@@ -93,9 +93,11 @@ def shares_of(model):
     the first one here."""
     shares = {}
     for name, module in model.named_modules():
-        there = getattr(module, "_expert_map", None)
+        there = getattr(module, "_expert_map", None)  # vLLM's
         if there is not None:
             shares[name + "."] = there.shape[0], int((there >= 0).nonzero()[0])
+        elif getattr(module, "moe_ep_size", 1) > 1 and hasattr(module, "num_local_experts"):  # SGLang's
+            shares[name + "."] = module.num_experts, module.moe_ep_rank * module.num_local_experts
     return shares
 
 

@@ -54,6 +54,13 @@ def plugin():
 
         return StandardCombineInput(hidden_states=dispatched.hidden_states.new_zeros(dispatched.hidden_states.shape))
 
+    def in_torch(original, runner, dispatched, weights, *arguments, **named):
+        from sglang.srt.layers.moe.token_dispatcher.standard import StandardCombineInput
+
+        scores, ids = dispatched.topk_output[:2]
+        out = plain_experts(dispatched.hidden_states, weights.w13_weight, weights.w2_weight, ids, scores)
+        return StandardCombineInput(hidden_states=out)
+
     HookRegistry.register(
         "sglang.srt.model_loader.weight_utils.initialize_dummy_weights", fill, HookType.REPLACE
     )
@@ -61,6 +68,24 @@ def plugin():
         HookRegistry.register("switchyard._sglang_runner.SwitchyardRunner.run", zero_after, HookType.AFTER)
     if told["backend"] == "none":
         HookRegistry.register("sglang.srt.layers.moe.moe_runner.MoeRunner.run", zero_at_once, HookType.AROUND)
+    if told["backend"] == "plain":
+        # SGLang's Triton kernel would store fp32 as fp16.
+        HookRegistry.register("sglang.srt.layers.moe.moe_runner.MoeRunner.run", in_torch, HookType.AROUND)
+
+
+def plain_experts(x, w13, w2, ids, scores):
+    """Experts with SiLU and a gate, one after another, in the type of x."""
+    import torch
+
+    out = torch.zeros_like(x)
+    for expert in ids.unique().tolist():
+        if expert < 0:
+            continue
+        rows, place = (ids == expert).nonzero(as_tuple=True)
+        gate, up = (x[rows] @ w13[expert].T).chunk(2, dim=1)
+        y = torch.nn.functional.silu(gate) * up @ w2[expert].T
+        out.index_add_(0, rows, y * scores[rows, place, None].to(x.dtype))
+    return out
 
 
 def entry_points():
@@ -82,7 +107,8 @@ class Engine:
         folder = entry_points()
         sys.path.insert(0, folder)
         os.environ["PYTHONPATH"] = os.pathsep.join([folder, os.environ.get("PYTHONPATH", "")])
-        os.environ[_TOLD] = json.dumps({"seed": seed, "quantised": quantised, "backend": backend})
+        plain = purpose == "reference"
+        os.environ[_TOLD] = json.dumps({"seed": seed, "quantised": quantised, "backend": "plain" if plain else backend})
         import sglang
 
         self.version = sglang.__version__
@@ -98,7 +124,9 @@ class Engine:
         }
         if ranks > 1:
             given |= {"tp_size": ranks, "ep_size": ranks, "dp_size": ranks, "enable_dp_attention": True,
-                      "chunked_prefill_size": 8192 * ranks}  # which SGLang divides by the ranks
+                      "enable_dp_lm_head": True}  # each rank has all of the vocabulary, and logits of its tokens
+            for name in ("chunked_prefill_size", "max_running_requests"):
+                given[name] *= ranks  # SGLang divides them by the ranks
             if runner == "switchyard":
                 options = {"reserved_sms": reserved_sms}
                 if backend != "switchyard_local":

@@ -293,6 +293,19 @@ def share(rows):
             row["moe_share"] = round(1 - base[name] / row[name], 3)
 
 
+def save(args, rows, commit):
+    """Of the cells so far: a later one may take more time than there is."""
+    command = command_of("engines.py", sys.argv[1:])
+    found = [
+        {"suite": "engines", "topology": args.topology} | about
+        | {"model": cell.model, "dtype": cell.dtype, "backend": cell.backend, "batch": batch, "prompt": prompt}
+        | row | {"commit": commit, "command": command}
+        for cell, about, times in rows for (batch, prompt), row in times.items()
+    ]
+    share((json.loads(args.json.read_text()) if args.json.exists() else []) + found)
+    merge(args.json, found, KEY)
+
+
 def parse():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -378,16 +391,8 @@ def main():
         except Exception as problem:
             wrong = True
             print(f"{name}: failed: {problem}", flush=True)
-    if args.json:
-        command = command_of("engines.py", sys.argv[1:])
-        found = [
-            {"suite": "engines", "topology": args.topology} | about
-            | {"model": cell.model, "dtype": cell.dtype, "backend": cell.backend, "batch": batch, "prompt": prompt}
-            | row | {"commit": commit, "command": command}
-            for cell, about, times in rows for (batch, prompt), row in times.items()
-        ]
-        share((json.loads(args.json.read_text()) if args.json.exists() else []) + found)
-        merge(args.json, found, KEY)
+        if args.json:
+            save(args, rows, commit)
     sys.exit(1 if wrong else 0)
 
 

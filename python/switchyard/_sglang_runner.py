@@ -159,6 +159,11 @@ class SwitchyardRunner(MoeRunner):
         self.runner_backend = backend()
         prefill = setting("chunked_prefill_size"), setting("max_prefill_tokens")
         over_ranks = is_fused()
+        if options.expert_parallel == "fused" and not over_ranks and group_size("moe_ep_size") > 1:
+            raise Unsupported(
+                "expert_parallel is 'fused', but SGLang built its model before this plugin could say so: it would exchange "
+                "tokens itself; serve with expert_parallel 'local'"
+            )
         scaled_later = over_ranks and FUSED_MODELS.get(architecture() or "", False)
         self.scale = 1.0 if scaled_later or config.routed_scaling_factor is None else config.routed_scaling_factor
         self.binding = Binding(
@@ -364,10 +369,13 @@ def layer_made(result: Any, layer: Any, *more: Any, **named: Any) -> Any:
     return result
 
 
-def moe_configured(result: Any, *more: Any, **named: Any) -> Any:
-    """After initialize_moe_config()."""
+def moe_configured(result: Any, server_args: Any = None, *more: Any, **named: Any) -> Any:
+    """After initialize_moe_config(), which SGLang 0.5.16 calls with settings that it has not published yet."""
     if asked_for():
-        stand_in(options_of(), setting("ep_size") or 1, setting("tp_size") or 1)
+        expert_ranks, ranks = (
+            setting(name) if server_args is None else getattr(server_args, name) for name in ("ep_size", "tp_size")
+        )
+        stand_in(options_of(), expert_ranks or 1, ranks or 1)
     return result
 
 

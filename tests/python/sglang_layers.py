@@ -60,6 +60,7 @@ def serve(rank=0, ranks=1, directory=None, **more):
         runtime_context.publish(arguments, role="scheduler", ranks=place)
         sizes = {}
     else:
+        initialize_moe_config(arguments)  # first, as its scheduler does
         runtime_context.get_context().set_server_args(arguments)
         sizes = dict(
             tensor_model_parallel_size=ranks,
@@ -74,7 +75,8 @@ def serve(rank=0, ranks=1, directory=None, **more):
     if ranks > 1:
         given = () if newer else (arguments.get_model_config(),)
         dp_attention.initialize_dp_attention(arguments, *given)
-    initialize_moe_config(*(() if newer else (arguments,)))
+    if newer:
+        initialize_moe_config()
 
 
 def fused_moe(**given):
