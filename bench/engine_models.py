@@ -6,6 +6,7 @@ engines, or one in bf16 and in fp32, have the same model.
 """
 
 import json
+import math
 import pathlib
 import random
 import re
@@ -14,8 +15,14 @@ import zlib
 BLOCK = 128
 DECODE_PROMPT, DECODE_TOKENS = 128, 128  # of what TPOT is taken from
 FP8_SPREAD = 64.0  # standard deviation of e4m3 values before their scale
-# Names of the matrices that FP8 models of these families have in FP8.
-_QUANTISED = re.compile(r"(qkv_proj\.weight|o_proj\.weight|w13_weight|w2_weight)$")
+# Names of the matrices that models of these families have in FP8, and in MXFP4.
+_QUANTISED = {
+    "fp8": re.compile(r"(qkv_proj\.weight|o_proj\.weight|w13_weight|w2_weight)$"),
+    "mxfp4": re.compile(r"(w13_weight|w2_weight)$"),
+}
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+E2M1_SPREAD = 2.93  # standard deviation of such numbers, if each is as likely
+GROUP = 32  # columns that share a scale in MXFP4
 
 _COMMON = {
     "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 1, "eos_token_id": 2, "hidden_act": "silu",
@@ -80,6 +87,13 @@ def write(directory, model, dtype, layers=None):
             "modules_to_not_convert": ["lm_head"]
             + [f"model.layers.{i}.mlp.gate" for i in range(config["num_hidden_layers"])],
         }
+    if dtype == "mxfp4":
+        config["quantization_config"] = {
+            "quant_method": "mxfp4",
+            "modules_to_not_convert": [
+                "model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head",
+            ],
+        }
     if dtype == "fp32":
         config["torch_dtype"] = "float32"
     path = pathlib.Path(directory) / f"{model}-{dtype}-{config['num_hidden_layers']}"
@@ -101,11 +115,12 @@ def shares_of(model):
     return shares
 
 
-def values(parameters, seed=1, quantised=False, shares={}):
+def values(parameters, seed=1, quantised=None, shares={}, sizes=None):
     """Yields (name, tensor) for each parameter of a module that was loaded from no checkpoint, and not processed.
 
-    parameters: by name. quantised: they are fp32, and stand for a model of FP8 weights: those values, exactly.
-    shares: as of shares_of(). An expert has the same values whatever rank it is on.
+    parameters: by name. quantised: they are fp32, and stand for a model of "fp8" or "mxfp4" weights: those values,
+    exactly. shares: as of shares_of(). An expert has the same values whatever rank it is on. sizes: hidden and
+    intermediate, where experts are in MXFP4, which engines pad with zeros.
     """
     import torch
 
@@ -126,22 +141,53 @@ def values(parameters, seed=1, quantised=False, shares={}):
         blocks = shape[:-2] + tuple(-(-n // BLOCK) for n in shape[-2:])
         return (drawn(name + " scale", blocks, device, uniform=True) + 0.5) / (FP8_SPREAD * shape[-1] ** 0.5)
 
+    def mxfp4(name, shape, device):
+        """Codes, two of them in a byte, the first one in its low half, and exponents of a matrix of this shape."""
+        codes = (drawn(name, (*shape[:-1], shape[-1] // 2), device, uniform=True) * 256).to(torch.uint8)
+        lowest = 127 + math.floor(-math.log2(E2M1_SPREAD * shape[-1] ** 0.5))
+        groups = drawn(name + " scale", (*shape[:-1], shape[-1] // GROUP), device, uniform=True)
+        return codes, (lowest + (groups < 0.5)).to(torch.uint8)
+
+    def real(name, shape):
+        """Of a matrix or bias of experts in MXFP4, its padding left out."""
+        if sizes is None:
+            return shape
+        hidden, intermediate = sizes
+        rows, columns = (2 * intermediate, hidden) if ".w13_" in name else (hidden, intermediate)
+        return (shape[0], rows) if name.endswith("bias") else (shape[0], rows, columns)
+
+    def padded(value, shape):
+        """In the first corner of zeros of this shape."""
+        if tuple(value.shape) == shape:
+            return value
+        wide = value.new_zeros(shape)
+        wide[tuple(map(slice, value.shape))] = value
+        return wide
+
     for name, parameter in parameters.items():
         shape, device = tuple(parameter.shape), parameter.device
         if re.search(r"weight_scale(_inv)?$", name) or (not shape and name.endswith("_scale")):
             continue  # with its matrix; or of a cache in FP8, which there is none of
         if parameter.dtype == torch.float8_e4m3fn:
-            if not _QUANTISED.search(name):
+            if not _QUANTISED["fp8"].search(name):
                 raise SystemExit(f"parameter {name} is FP8, which is not known of an fp32 model")
             yield name + "_scale_inv", scale_of(name, shape, device)
             yield name, e4m3(name, shape, device)
-        elif quantised and _QUANTISED.search(name):
+        elif parameter.dtype == torch.uint8 and _QUANTISED["mxfp4"].search(name):
+            codes, exponents = mxfp4(name, real(name, shape), device)
+            yield name + "_scale", padded(exponents, (*shape[:-1], 2 * shape[-1] // GROUP))
+            yield name, padded(codes, shape)
+        elif quantised == "mxfp4" and _QUANTISED["mxfp4"].search(name):
+            yield name, from_mxfp4(*mxfp4(name, shape, device))
+        elif quantised == "fp8" and _QUANTISED["fp8"].search(name):
             wide = scale_of(name, shape, device).repeat_interleave(BLOCK, -2).repeat_interleave(BLOCK, -1)
             yield name, e4m3(name, shape, device).float() * wide[..., : shape[-2], : shape[-1]]
         elif "norm" in name and len(shape) == 1:
             yield name, torch.ones(shape, device=device)
         elif "embed" in name:
             yield name, drawn(name, shape, device).bfloat16()
+        elif name.endswith(("w13_bias", "w2_bias")):
+            yield name, padded((drawn(name, real(name, shape), device) / 4).bfloat16(), shape)
         elif "bias" in name or name.endswith("sinks"):
             yield name, (drawn(name, shape, device) / 4).bfloat16()
         elif len(shape) in (2, 3):
@@ -150,13 +196,24 @@ def values(parameters, seed=1, quantised=False, shares={}):
             raise SystemExit(f"parameter {name} of shape {shape} is none that values() knows")
 
 
-def fill(model, seed=1, quantised=False):
+def from_mxfp4(codes, exponents):
+    """fp32 of what mxfp4() of values() makes."""
+    import torch
+
+    table = torch.tensor(E2M1, device=codes.device)
+    numbers = torch.stack([table[(codes & 15).long()], table[(codes >> 4).long()]], dim=-1).flatten(-2)
+    return numbers * torch.exp2(exponents.float() - 127).repeat_interleave(GROUP, -1)
+
+
+def fill(model, seed=1, quantised=None):
     """Gives every parameter its value, in place."""
     import torch
 
-    parameters = dict(model.named_parameters())
+    parameters, sizes = dict(model.named_parameters()), None
+    if any(p.dtype == torch.uint8 for p in parameters.values()):
+        sizes = model.config.hidden_size, model.config.intermediate_size
     with torch.no_grad():
-        for name, value in values(parameters, seed, quantised, shares_of(model)):
+        for name, value in values(parameters, seed, quantised, shares_of(model), sizes):
             parameters[name].data.copy_(value)
 
 

@@ -102,7 +102,7 @@ def entry_points():
 class Engine:
     """An engine of SGLang with one runner for its experts."""
 
-    def __init__(self, path, backend, purpose, *, seed=1, quantised=False, more={}, ranks=1, reserved_sms=0):
+    def __init__(self, path, backend, purpose, *, seed=1, quantised=None, more={}, ranks=1, reserved_sms=0):
         self.ranks = ranks
         folder = entry_points()
         sys.path.insert(0, folder)

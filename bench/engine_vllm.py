@@ -43,7 +43,7 @@ OURS = ("switchyard", "switchyard_local", "zeroed")
 class Engine:
     """An engine of vLLM with one backend for its experts."""
 
-    def __init__(self, path, backend, purpose, *, seed=1, quantised=False, more={}, rank=None, reserved_sms=0):
+    def __init__(self, path, backend, purpose, *, seed=1, quantised=None, more={}, rank=None, reserved_sms=0):
         if rank is not None:
             os.environ.update(
                 VLLM_DP_RANK=str(rank.number), VLLM_DP_RANK_LOCAL=str(rank.number), VLLM_DP_SIZE=str(rank.size),

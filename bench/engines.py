@@ -4,10 +4,11 @@
     PYTHONPATH=python:bench bench/engines.py qwen3-30b:bf16:triton qwen3-30b:bf16:switchyard --json engines.json
     PYTHONPATH=python:bench bench/engines.py --engine sglang qwen3-30b:bf16:triton qwen3-30b:bf16:switchyard
 
-A cell is MODEL:DTYPE:BACKEND. Models are those of engine_models.py, with seeded weights; dtypes are bf16 and fp8;
-backends are `switchyard`, the engine's own (`triton`, `deep_gemm`, `flashinfer_cutlass`, `marlin`, ...), and two that
-are no rivals: `none`, whose experts return zeros at once, so that the others' share of a step is known, and
-`zeroed`, which is Switchyard's with its output set to zero: the comparison of tokens must fail there.
+A cell is MODEL:DTYPE:BACKEND. Models are those of engine_models.py, with seeded weights; dtypes are bf16 and fp8, and of
+gpt-oss bf16 and, with vLLM, mxfp4; backends are `switchyard`, the engine's own (`triton`, `deep_gemm`,
+`flashinfer_cutlass`, `marlin`, ...), and two that are no rivals: `none`, whose experts return zeros at once, so that the
+others' share of a step is known, and `zeroed`, which is Switchyard's with its output set to zero: the comparison of
+tokens must fail there.
 
 The program does these things with a cell, in this order, or those that --do names:
   logits   ≤ --layers layers; first logits of prompts of 1 to 2048 tokens against the same model in fp32
@@ -89,7 +90,7 @@ def logits_of(args, cell, directory):
 def reference_logits(args, cell, directory):
     """The same values in fp32, of one engine."""
     path = model_of(cell, args, directory, "fp32")
-    engine = start(args, path, "triton", "reference", quantised=cell.dtype == "fp8")
+    engine = start(args, path, "triton", "reference", quantised=None if cell.dtype == "bf16" else cell.dtype)
     return engine.first_logits(first_prompts(engine))
 
 
@@ -186,8 +187,12 @@ def times_of(engine, args):
 class Cell:
     def __init__(self, text):
         parts = text.split(":")
-        if len(parts) != 3 or parts[0] not in engine_models.MODELS or parts[1] not in ("bf16", "fp8"):
-            raise SystemExit(f"{text!r} is no cell; use MODEL:bf16|fp8:BACKEND, of {', '.join(engine_models.MODELS)}")
+        if len(parts) != 3 or parts[0] not in engine_models.MODELS or parts[1] not in ("bf16", "fp8", "mxfp4"):
+            raise SystemExit(
+                f"{text!r} is no cell; use MODEL:bf16|fp8|mxfp4:BACKEND, of {', '.join(engine_models.MODELS)}"
+            )
+        if parts[1] != "bf16" and (parts[1] == "mxfp4") != parts[0].startswith("gpt-oss"):
+            raise SystemExit(f"{text!r} is no cell: gpt-oss has MXFP4, and the other models have FP8")
         self.text, (self.model, self.dtype, self.backend) = text, parts
         self.layers = engine_models.MODELS[self.model]["num_hidden_layers"]
 

@@ -10,22 +10,33 @@ first logits are compared with those of the first implementation.
 
 FP8 weights run with switchyard alone where the kernels of transformers' hub are not installed; their
 outputs are then compared with the same weights dequantised to bf16, by "eager".
+
+Over ranks, each with a GPU, experts are spread: `switchyard` is its kernel over the ranks, the others are
+transformers' own expert parallelism with that implementation, or its tensor parallelism with `+tp` behind the
+name. `zeroed` is Switchyard's with its output set to zero, which must fail. Logits and greedy tokens are compared
+with the same weights in fp32 in one process, and times are those of the slower rank:
+
+    torchrun --nproc-per-node 2 bench/transformers_e2e.py --layers 12 --implementations grouped_mm,switchyard,zeroed
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import datetime
 import json
 import math
+import os
 import pathlib
 import statistics
 import subprocess
 import sys
 import time
+import zlib
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import transformers
 
 BLOCK = 128
@@ -55,12 +66,14 @@ def config_of(model: str, layers: int | None) -> transformers.PretrainedConfig:
     raise SystemExit(f"--model is {model!r}; use olmoe, qwen3-30b or tiny")
 
 
-def make_model(args: argparse.Namespace, device: torch.device) -> transformers.PreTrainedModel:
+def make_model(
+    args: argparse.Namespace, device: torch.device, dtype: torch.dtype = torch.bfloat16
+) -> transformers.PreTrainedModel:
     torch.manual_seed(args.seed)
     config = config_of(args.model, args.layers)
     with device:
         model = transformers.AutoModelForCausalLM.from_config(
-            config, dtype=torch.bfloat16, attn_implementation="sdpa"
+            config, dtype=dtype, attn_implementation="sdpa"
         )
     model.eval().requires_grad_(False)
     if args.dtype == "fp8":
@@ -130,6 +143,166 @@ def dequantised(model: torch.nn.Module) -> torch.nn.Module:
     return plain.eval().requires_grad_(False)
 
 
+# ------------------------------------------------------------------------------------------ over ranks
+
+RANKS = int(os.environ.get("WORLD_SIZE", 1))
+RANK = int(os.environ.get("RANK", 0))
+OURS = ("switchyard", "zeroed")
+# Our logits may be this many times as far from fp32 as those of transformers' own in bf16.
+MOST_ERROR = 2.0
+
+
+def start_ranks() -> torch.device:
+    """This rank's device. A rank that another one has left alone ends after two minutes."""
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo", timeout=datetime.timedelta(seconds=120)
+    )
+    return device
+
+
+def seeded(model: torch.nn.Module, seed: int) -> torch.nn.Module:
+    """Matrices [.., N, K] of normal values of scale 1/sqrt(K), which keep the size of what passes through them.
+    They depend on names alone, and are numbers of bf16 in every type."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim < 2:
+                continue
+            generator = torch.Generator(parameter.device).manual_seed(zlib.crc32(f"{seed} {name}".encode()))
+            values = torch.randn(
+                parameter.shape, generator=generator, device=parameter.device, dtype=torch.float32
+            )
+            parameter.copy_((values if "embed" in name else values / parameter.shape[-1] ** 0.5).bfloat16())
+    return model
+
+
+def spread(model: Any, implementation: str) -> Any:
+    """The model with its experts over the ranks, and `implementation` for them."""
+    from transformers.distributed.configuration_utils import DistributedConfig
+
+    name, _, own = implementation.partition("+")
+    if own not in ("", "tp"):
+        raise SystemExit(f"{implementation!r} is no implementation; behind + stands tp")
+    newer = hasattr(DistributedConfig, "ep_size")
+    sizes: dict[str, Any] = {"tp_size": RANKS}
+    if name in OURS:
+        sizes |= (
+            {"ep_size": RANKS, "ep_implementation": "switchyard"} if newer
+            else {"tp_plan": {"model.layers.*.mlp.experts": "switchyard"}}
+        )
+    else:
+        model.set_experts_implementation(name)
+        if not own:
+            sizes |= {"ep_size": RANKS} if newer else {"enable_expert_parallel": True}
+    config, _, mesh = type(model).prepare_distribute_model(DistributedConfig(**sizes))
+    return type(model).maybe_distribute_model(model, config, mesh)
+
+
+class Zeroed:
+    """Within it, what Switchyard's experts over the ranks return is zero."""
+
+    def __enter__(self) -> None:
+        from switchyard import _hf_parallel
+
+        self.kind = _hf_parallel.FusedExperts
+        self.run = self.kind._run
+        run = self.run
+        self.kind._run = lambda *arguments: torch.zeros_like(run(*arguments))
+
+    def __exit__(self, *failure: Any) -> None:
+        self.kind._run = self.run
+
+
+def greedy(model: Any, prompts: list[torch.Tensor], words: int) -> list[tuple[list[int], list[float]]]:
+    """Of each prompt: tokens, and how far apart the two best logits were."""
+    found = []
+    for prompt in prompts:
+        out = model(prompt, use_cache=True, logits_to_keep=1)
+        tokens, gaps = [], []
+        for _ in range(words):
+            best = out.logits[0, -1].float().topk(2)
+            tokens.append(int(best.indices[0]))
+            gaps.append(float(best.values[0] - best.values[1]))
+            out = model(
+                best.indices[:1][None], past_key_values=out.past_key_values, use_cache=True
+            )
+        found.append((tokens, gaps))
+    return found
+
+
+def slowest(times: list[float]) -> list[float]:
+    """Of every step, the time of the rank that took longest."""
+    if RANKS == 1:
+        return times
+    of_ranks: list[Any] = [None] * RANKS
+    dist.all_gather_object(of_ranks, times)
+    return [max(step) for step in zip(*of_ranks, strict=True)]
+
+
+def compare_over_ranks(args: argparse.Namespace, device: torch.device, about: dict[str, Any]) -> int:
+    """Rows into args.json. 1: ours is wrong, or zeros pass for right."""
+    from engines import compare_tokens
+
+    generator = torch.Generator("cpu").manual_seed(args.seed)
+    vocabulary = config_of(args.model, args.layers).vocab_size
+    prompts = [
+        torch.randint(vocabulary, (1, length), generator=generator).to(device)
+        for length in (1, 7, 64, 128, 256)[: args.prompts]
+    ]
+
+    def made(dtype: torch.dtype) -> Any:
+        return seeded(make_model(args, device, dtype), args.seed)
+
+    def say(text: str) -> None:
+        if RANK == 0:
+            print(text, flush=True)
+
+    # Of one process, by every rank for itself.
+    reference = made(torch.float32)
+    reference.set_experts_implementation("eager")
+    first = torch.randint(vocabulary, (1, args.prompt), generator=generator).to(device)
+    expected = reference(first, use_cache=False).logits.float()
+    words = greedy(reference, prompts, args.words)
+    del reference
+    torch.cuda.empty_cache()
+    rows, wrong, own = [], False, math.inf  # the least error of transformers' own
+    for implementation in args.implementations:
+        zeroed = implementation == "zeroed"
+        model = spread(made(torch.bfloat16), implementation)
+        if zeroed:
+            with Zeroed():
+                logits = model(first, use_cache=False).logits.float()
+                text, right = compare_tokens(greedy(model, prompts, args.words), words)
+            measured = []
+        else:
+            measured, _ = measure(args, model, implementation, device)
+            logits = model(first, use_cache=False).logits.float()
+            text, right = compare_tokens(greedy(model, prompts, args.words), words)
+        error = relative_error(logits, expected)
+        fits = right and error < MOST_ERROR * own
+        if implementation in OURS:
+            wrong |= fits == zeroed
+        else:
+            own = min(own, error)
+        say(f"{implementation}: {'agrees' if fits else 'differs'}: logits are off by {error:.2e}; {text}")
+        for row in measured:
+            rows.append(about | row | {"topology": f"ep{RANKS}", "error": error})
+            say(line_of(args, rows[-1]))
+        del model, logits
+        torch.cuda.empty_cache()
+    if args.json and RANK == 0:
+        save(args.json, rows)
+    dist.barrier()
+    dist.destroy_process_group()
+    return int(wrong)
+
+
+# ------------------------------------------------------------------------------------------------------
+
+
 def wait(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize()
@@ -173,14 +346,16 @@ class Decoder:
             self.step()
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        # NCCL asks for events on a thread of its own.
+        with torch.cuda.graph(graph, capture_error_mode="global" if RANKS == 1 else "thread_local"):
             self.step()
         self.graph = graph
 
 
 def measure(args: argparse.Namespace, model: Any, implementation: str, device: torch.device) -> Any:
-    """Rows of results, and the first logits."""
-    model.set_experts_implementation(implementation)
+    """Rows of results, and the first logits. Over ranks all of them call it, and the model has its implementation."""
+    if RANKS == 1:
+        model.set_experts_implementation(implementation)
     generator = torch.Generator(device).manual_seed(args.seed)
 
     def prompt(batch: int, length: int) -> torch.Tensor:
@@ -191,9 +366,9 @@ def measure(args: argparse.Namespace, model: Any, implementation: str, device: t
     rows = []
     first = prompt(1, args.prompt)
     logits = model(first, use_cache=False).logits.float()
-    ttft = times_of(
+    ttft = slowest(times_of(
         lambda: model(first, use_cache=True, logits_to_keep=1), args.repeats, device
-    )
+    ))
     common = {
         "suite": "transformers", "model": args.model, "dtype": args.dtype,
         "implementation": implementation, "layers": model.config.num_hidden_layers,
@@ -205,7 +380,7 @@ def measure(args: argparse.Namespace, model: Any, implementation: str, device: t
     for batch in args.batches:
         tokens = prompt(batch, args.decode_prompt)
         for graph in (False, True):
-            if graph and device.type != "cuda":
+            if graph and (device.type != "cuda" or args.no_graphs):
                 continue
             row = common | {"batch": batch, "prompt": args.decode_prompt, "graph": graph}
             try:
@@ -215,7 +390,7 @@ def measure(args: argparse.Namespace, model: Any, implementation: str, device: t
                 if graph:
                     decoder.capture()
                 decoder.step()
-                times = times_of(decoder.step, args.steps, device)
+                times = slowest(times_of(decoder.step, args.steps, device))
             except Exception as error:  # what cannot be captured, or does not fit
                 rows.append(row | {"tpot_ms": None, "refused": str(error).splitlines()[0][:200]})
                 wait_or_stop(device)
@@ -252,6 +427,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--decode-prompt", type=int, default=128, help="tokens before decoding")
     parser.add_argument("--steps", type=int, default=20, help="decoding steps that are timed")
     parser.add_argument("--repeats", type=int, default=5, help="prompts that are timed")
+    parser.add_argument("--no-graphs", action="store_true", help="no steps in CUDA graphs")
+    parser.add_argument("--prompts", type=int, default=5, help="over ranks: greedy decoding of so many")
+    parser.add_argument("--words", type=int, default=64, help="over ranks: tokens that each is decoded for")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--commit", default="")
     parser.add_argument("--json", type=pathlib.Path)
@@ -264,17 +442,27 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     args = parse()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if "switchyard" in args.implementations:
+    if RANKS > 1:
+        if args.dtype != "bf16":
+            raise SystemExit("over ranks --dtype is bf16")
+        device = start_ranks()
+    if set(OURS) & set(args.implementations):
         import switchyard
 
         switchyard.register_with_transformers()
     command = "transformers_e2e.py " + " ".join(sys.argv[1:])
     machine = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
+    if RANKS > 1:
+        machine, command = f"{RANKS} x {machine}", f"torchrun --nproc-per-node {RANKS} {command}"
     commit = args.commit or subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True
     ).stdout.strip()
     about = {"machine": machine, "commit": commit, "command": command}
     about |= {"torch": torch.__version__, "transformers": transformers.__version__}
+    if RANKS > 1:
+        # DTensor has no views of tensors that were made in inference mode.
+        with torch.no_grad():
+            sys.exit(compare_over_ranks(args, device, about))
     with torch.inference_mode():
         model = make_model(args, device)
         expected = None
@@ -306,26 +494,29 @@ def main() -> None:
                 raise SystemExit(f"{implementation}: the logits are not finite")
             for row in measured:
                 rows.append(about | row | {"error": error})
-                shown = row.get("ttft_ms") or row.get("tpot_ms")
-                print(
-                    f"{args.model} {args.dtype} {implementation:12s} batch {row['batch']:4d} "
-                    f"prompt {row['prompt']:5d} {'graph ' if row['graph'] else 'eager '}"
-                    f"{'ttft' if 'ttft_ms' in row else 'tpot'} "
-                    f"{shown if shown is not None else row['refused']} ms, error {error:.2e}",
-                    flush=True,
-                )
+                print(line_of(args, rows[-1]), flush=True)
     if args.json:
-        kept = []
-        if args.json.exists():
-            same = ("model", "dtype", "implementation")
-            mine = {tuple(row[k] for k in same) for row in rows}
-            kept = [
-                row
-                for row in json.loads(args.json.read_text())
-                if tuple(row[k] for k in same) not in mine
-            ]
-        text = ",\n".join(json.dumps(row) for row in kept + rows)
-        args.json.write_text(f"[\n{text}\n]\n")
+        save(args.json, rows)
+
+
+def line_of(args: argparse.Namespace, row: dict[str, Any]) -> str:
+    shown = row.get("ttft_ms") or row.get("tpot_ms")
+    return (
+        f"{args.model} {args.dtype} {row['implementation']:12s} batch {row['batch']:4d} "
+        f"prompt {row['prompt']:5d} {'graph ' if row['graph'] else 'eager '}"
+        f"{'ttft' if 'ttft_ms' in row else 'tpot'} "
+        f"{shown if shown is not None else row['refused']} ms, error {row['error']:.2e}"
+    )
+
+
+def save(path: pathlib.Path, rows: list[dict[str, Any]]) -> None:
+    """In the place of those of the same models, types, implementations and topologies."""
+    key_of = lambda row: tuple(row.get(k) for k in ("model", "dtype", "implementation", "topology"))
+    mine, kept = set(map(key_of, rows)), []
+    if path.exists():
+        kept = [row for row in json.loads(path.read_text()) if key_of(row) not in mine]
+    text = ",\n".join(json.dumps(row) for row in kept + rows)
+    path.write_text(f"[\n{text}\n]\n")
 
 
 if __name__ == "__main__":

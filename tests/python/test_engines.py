@@ -66,7 +66,7 @@ def test_the_same_values_in_every_type_and_under_every_default():
 
 
 def test_the_reference_of_fp8_has_its_values():
-    model, reference = filled(parameters(fp8=True)), filled(parameters(torch.float32), quantised=True)
+    model, reference = filled(parameters(fp8=True)), filled(parameters(torch.float32), quantised="fp8")
     assert model["model.layers.0.self_attn.attn.k_scale"] == -1
     for name, value in model.items():
         if value.dtype == torch.float8_e4m3fn:
@@ -74,6 +74,51 @@ def test_the_reference_of_fp8_has_its_values():
             assert torch.equal(value.float() * wide[..., : value.shape[-2], : value.shape[-1]], reference[name])
             # Outputs of unit scale, from inputs of unit scale.
             assert 0.5 < float(reference[name].std() * value.shape[-1] ** 0.5) < 2
+
+
+HIDDEN, INTERMEDIATE = 96, 64
+
+
+def packed(columns=1, rows=1, experts=E):
+    """Of an engine that pads sizes to multiples."""
+    hidden, intermediate = HIDDEN + -HIDDEN % columns, INTERMEDIATE + -INTERMEDIATE % rows
+    found, layer = {}, "model.layers.0.mlp.experts.routed_experts."
+    for name, n, k in (("w13", 2 * intermediate, hidden), ("w2", hidden, intermediate)):
+        found[f"{layer}{name}_weight"] = torch.full((experts, n, k // 2), 7, dtype=torch.uint8)
+        found[f"{layer}{name}_weight_scale"] = torch.full((experts, n, k // 32), 7, dtype=torch.uint8)
+        found[f"{layer}{name}_bias"] = torch.full((experts, n), 7.0, dtype=torch.bfloat16)
+    model = torch.nn.Module()
+    model.named_parameters = lambda: iter(found.items())
+    model.config = SimpleNamespace(hidden_size=HIDDEN, intermediate_size=INTERMEDIATE)
+    engine_models.fill(model)
+    return {name.rsplit(".")[-1]: value for name, value in found.items()}
+
+
+def test_mxfp4_is_the_same_however_an_engine_pads():
+    """And the reference in fp32 has its values: the layer's numbers beyond the padding are zeros."""
+    plain, wide = packed(), packed(columns=128, rows=128)
+    reference = filled({
+        f"model.layers.0.mlp.experts.routed_experts.{name}_weight": torch.empty(E, n, k)
+        for name, n, k in (("w13", 2 * INTERMEDIATE, HIDDEN), ("w2", HIDDEN, INTERMEDIATE))
+    }, quantised="mxfp4")  # fmt: skip
+    for name, value in plain.items():
+        corner = tuple(map(slice, value.shape))
+        assert torch.equal(wide[name][corner], value), name
+        rest = wide[name].clone()
+        rest[corner] = 0
+        assert wide[name].shape != value.shape and not rest.any()
+    for full, value in reference.items():
+        name = full.rsplit(".")[-1]
+        assert torch.equal(engine_models.from_mxfp4(plain[name], plain[name + "_scale"]), value)
+        assert 0.5 < float(value.std() * value.shape[-1] ** 0.5) < 2
+        assert value.unique().numel() > 15  # that one exponent gives
+
+
+def test_numbers_of_mxfp4():
+    """The first of two is in the low half of a byte, as in checkpoints of gpt-oss."""
+    codes, exponents = torch.tensor([[0x21, 0xF8] + 14 * [0]], dtype=torch.uint8), torch.tensor([[128]], dtype=torch.uint8)
+    found = engine_models.from_mxfp4(codes, exponents)
+    assert found.shape == (1, 32) and found[0, :4].tolist() == [1.0, 2.0, 0.0, -12.0]
 
 
 def test_what_is_not_known_is_refused():
@@ -97,13 +142,18 @@ def test_a_checkpoint_has_all_values_once():
     assert made["model.layers.0.self_attn.k_proj.weight_scale_inv"].shape == (1, 2)
 
 
-def test_ranks_have_the_experts_of_one_engine():
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_ranks_have_the_experts_of_one_engine(engine):
     class Layer(torch.nn.Module):
         def __init__(self, first, own):
             super().__init__()
             there = torch.full((E,), -1)
             there[first : first + own] = torch.arange(own)
-            self.register_buffer("_expert_map", there if own < E else None)
+            if engine == "vllm":
+                self.register_buffer("_expert_map", there if own < E else None)
+            else:
+                self.num_experts, self.num_local_experts = E, own
+                self.moe_ep_size, self.moe_ep_rank = E // own, first // own
             for name, rows, columns in (("w13", 2 * I, H), ("w2", H, I)):
                 matrix = torch.empty(own, rows, columns).to(torch.float8_e4m3fn)
                 setattr(self, name + "_weight", torch.nn.Parameter(matrix, requires_grad=False))
@@ -115,7 +165,7 @@ def test_ranks_have_the_experts_of_one_engine():
         engine_models.fill(made)
         return dict(made.named_parameters())
 
-    whole, ranks = model(0, E), [model(0, 2), model(2, 1)]
+    whole, ranks = model(0, E), [model(0, 2), model(2, 1)] if engine == "vllm" else [model(i, 1) for i in range(E)]
     for name, value in whole.items():
         parts = [rank[name] for rank in ranks]
         found = torch.cat([part.float() for part in parts]) if name.startswith("1.") else parts[1]
@@ -228,7 +278,8 @@ def test_the_comparison_of_tokens():
 
 
 def test_cells_and_shares():
-    for text in ("olmoe:bf16", "gpt-5:bf16:triton", "olmoe:int4:triton"):
+    assert engines.Cell("gpt-oss-20b:mxfp4:marlin").dtype == "mxfp4"
+    for text in ("olmoe:bf16", "gpt-5:bf16:triton", "olmoe:int4:triton", "olmoe:mxfp4:marlin", "gpt-oss-20b:fp8:triton"):
         with pytest.raises(SystemExit, match="is no cell"):
             engines.Cell(text)
     row = {name: None for name in engines.KEY} | {"model": "olmoe", "dtype": "bf16", "batch": 8, "prompt": 128}
@@ -253,5 +304,22 @@ def test_models_are_written(tmp_path):
     assert config["quantization_config"]["modules_to_not_convert"][1:] == [
         "model.layers.0.mlp.gate", "model.layers.1.mlp.gate"
     ]
+    path, layers = engine_models.write(tmp_path, "gpt-oss-20b", "mxfp4", 1)
+    assert json.loads((path / "config.json").read_text())["quantization_config"]["quant_method"] == "mxfp4"
     path, layers = engine_models.write(tmp_path, "gpt-oss-20b", "bf16")
     assert len(json.loads((path / "config.json").read_text())["layer_types"]) == layers == 24
+
+
+def test_the_experts_of_sglangs_reference():
+    import engine_sglang
+    from reference import experts
+    from switchyard import Activation
+
+    torch.manual_seed(0)
+    x, w13, w2 = torch.randn(7, 32), torch.randn(E, 2 * 16, 32), torch.randn(E, 32, 16)
+    scores, ids = torch.rand(7, E).topk(2)
+    ids[3, 1] = -1
+    gate, up = w13.chunk(2, dim=1)
+    wanted = experts(x, gate, up, w2, ids.clamp(0), scores.masked_fill(ids < 0, 0), Activation())
+    found = engine_sglang.plain_experts(x, w13, w2, ids, scores)
+    torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-5)

@@ -1,6 +1,7 @@
 """Expert parallelism of transformers in one kernel: a model over processes beside the same model in one."""
 
 import importlib.util
+import json
 import pathlib
 import types
 
@@ -52,6 +53,17 @@ def test_a_rank_that_fails_is_named(how):
     ranks = launched(2, SCRIPT, "tp", "qwen3_moe", how, failing=1)
     assert values(ranks[0], "kind") in (["Timeout"], ["Aborted"])
     assert "rank 1" in values(ranks[0], "failure")[0]
+
+
+def test_the_comparison_with_transformers_own_parallelism(tmp_path):
+    """bench/transformers_e2e.py, which fails if outputs set to zero pass for right. Rows say how many ranks there were."""
+    few = "--model tiny --prompt 32 --decode-prompt 8 --batches 1,5 --steps 2 --repeats 1 --words 12 --prompts 3".split()
+    command = [pathlib.Path(__file__).parents[2] / "bench/transformers_e2e.py", *few, "--json", tmp_path / "rows.json"]
+    launched(2, *command, "--implementations", "grouped_mm,switchyard,grouped_mm+tp,zeroed")
+    rows = json.loads((tmp_path / "rows.json").read_text())
+    assert {row["implementation"] for row in rows} == {"grouped_mm", "switchyard", "grouped_mm+tp"}
+    assert len(rows) == 9 and all(row["topology"] == "ep2" and row["error"] < 0.05 for row in rows)
+    assert all(row["machine"] == "2 x cpu" and len(row["times_ms"]) in (1, 2) for row in rows)
 
 
 def test_a_module_without_the_interface_is_refused():
