@@ -262,8 +262,10 @@ def failed(args, cell, directory, how):
         (said,) = in_processes(failed_engine, args, cell, directory, how, begun)
     except RuntimeError as problem:
         said = str(problem)
-        if not begun.value or "the process died" not in said:
+        if "the process died" not in said:
             raise
+    if not begun.value:
+        raise RuntimeError(f"it ended before the last rank was to fail: {said}")
     return said, time.monotonic() - begun.value
 
 

@@ -227,6 +227,15 @@ def test_an_engine_of_several_ranks_that_fails(monkeypatch, tmp_path, how, text)
     assert said == text and 0 < seconds < 60
 
 
+def test_an_engine_that_ends_too_early(monkeypatch, tmp_path):
+    monkeypatch.setattr(FailingEngine, "generate", lambda self, prompts, tokens: 1 / 0)
+    args = SimpleNamespace(
+        engines=1, gpus=2, layers=1, more={}, reserved_sms=2, adapter=SimpleNamespace(Engine=FailingEngine)
+    )
+    with pytest.raises(RuntimeError, match="ended before the last rank was to fail: ZeroDivisionError"):
+        engines.failed(args, engines.Cell("olmoe:bf16:switchyard"), tmp_path, "kill")
+
+
 class OtherProcess:
     """vLLM's engine where its worker is a process: what is sent there is pickled."""
 
