@@ -260,7 +260,7 @@ def compare_over_ranks(args: argparse.Namespace, device: torch.device, about: di
         if RANK == 0:
             print(text, flush=True)
 
-    # Of one process, by every rank for itself.
+    # The reference is in one process: every rank has its own.
     reference = made(torch.float32)
     reference.set_experts_implementation("eager")
     first = torch.randint(vocabulary, (1, args.prompt), generator=generator).to(device)

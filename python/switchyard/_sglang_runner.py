@@ -161,8 +161,8 @@ class SwitchyardRunner(MoeRunner):
         over_ranks = is_fused()
         if options.expert_parallel == "fused" and not over_ranks and group_size("moe_ep_size") > 1:
             raise Unsupported(
-                "expert_parallel is 'fused', but SGLang built its model before this plugin could say so: it would exchange "
-                "tokens itself; serve with expert_parallel 'local'"
+                "expert_parallel is 'fused', but SGLang set up its experts before this plugin could say so, and would "
+                "exchange tokens itself; serve with expert_parallel 'local'"
             )
         scaled_later = over_ranks and FUSED_MODELS.get(architecture() or "", False)
         self.scale = 1.0 if scaled_later or config.routed_scaling_factor is None else config.routed_scaling_factor
