@@ -12,7 +12,9 @@ import functools
 import sys
 from typing import Any
 
+import torch
 from sglang.srt import runtime_context
+from sglang.srt.layers.dp_attention import get_dp_global_num_tokens
 from sglang.srt.layers.moe import utils as moe_utils
 from sglang.srt.layers.moe.token_dispatcher.standard import StandardDispatcher
 
@@ -65,6 +67,21 @@ def ranks_of(options: Options) -> Ranks:
         )
     watch_results()
     return ranks
+
+
+def most_rows(x: torch.Tensor, ranks: Ranks | None) -> int:
+    """The most rows of any rank in this pass, as all ranks know it. 0: unknown, or too many for it to matter.
+
+    SGLang's ranks agree on a step's numbers of rows. Where they replay graphs, all have the same number, that of the
+    capture.
+    """
+    if ranks is None or x.dtype is not torch.bfloat16 or x.shape[0] > 8:
+        return 0
+    agreed = get_dp_global_num_tokens()
+    if not agreed or len(agreed) != ranks.world.size or agreed[ranks.world.rank] != x.shape[0]:
+        return 0
+    most = int(max(agreed))
+    return most if most * ranks.world.size <= 8 else 0
 
 
 def architecture() -> str | None:

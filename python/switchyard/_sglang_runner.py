@@ -32,7 +32,7 @@ from ._four_bit import WeightFormat
 from ._serving import (
     NO_EPLB, WEIGHTS, Binding, other_signature, refresh_all, refuse_int4, taken_types,
 )
-from ._sglang_ranks import architecture, dispatcher, is_fused, ranks_of, stand_in
+from ._sglang_ranks import architecture, dispatcher, is_fused, most_rows, ranks_of, stand_in
 from ._sglang_setup import (
     FUSED_MODELS, Deployment, Fused, activation_of, capacity, capacity_of_rank, log, options_of,
     refuse,
@@ -186,8 +186,9 @@ class SwitchyardRunner(MoeRunner):
         weights, ids = dispatch_output.topk_output[:2]
         ids, weights = taken_types(ids, weights)
         layer = self.binding.bind(tokens=x.shape[0], **arrays(quant_info))
+        most = most_rows(x, self.binding.ranks)
         return StandardCombineInput(
-            hidden_states=layer(x, ids, weights, scale=self.scale)
+            hidden_states=layer(x, ids, weights, scale=self.scale, max_tokens_per_rank=most)
         )
 
 

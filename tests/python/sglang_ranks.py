@@ -195,6 +195,15 @@ def tokens_stay():
     return LayerScatterModes.init_new(layer_id=0, num_layers=2, **sparse).mlp_mode == ScatterMode.SCATTERED
 
 
+def agreed(counts, rank, ranks):
+    """Let SGLang's ranks know how many tokens each has, and return what a layer makes of it."""
+    from sglang.srt.layers.dp_attention import set_dp_buffer_len
+    from switchyard import _sglang_ranks
+
+    set_dp_buffer_len(sum(counts or []), counts[rank] if counts else 0, False, counts)
+    return _sglang_ranks.most_rows(torch.empty(counts[rank] if counts else 0, H, dtype=torch.bfloat16), ranks)
+
+
 @torch.no_grad()
 def passes(rank, ranks):
     from switchyard import _sglang_ranks
@@ -206,7 +215,11 @@ def passes(rank, ranks):
         binding = block.experts.quant_method.runner.binding
         say(shard=list(block.experts.w13_weight.shape), most=binding.max_tokens)
         for step in range(8):
-            tokens = 0 if step % 3 == rank else 1 + (7 * step + 5 * rank) % 40
+            counts = [0 if step % 3 == r else 1 + (7 * step + 5 * r) % 40 for r in range(ranks)]
+            if step > 5:
+                counts = [(step + 3 * r) % 5 for r in range(ranks)]
+                say(promise=agreed(counts, rank, binding.ranks))
+            tokens = counts[rank]
             x = torch.randn(tokens, H, generator=torch.Generator().manual_seed(10 * step + rank)).bfloat16()
             out = block(x, batch)
             assert out.shape == x.shape
@@ -214,6 +227,7 @@ def passes(rank, ranks):
                 wanted, bound, sure = expected_of(block, matrices, x)
                 if sure.any():
                     say(tokens=tokens, sure=int(sure.sum()), error=error(out[sure], wanted[sure]) / bound)
+            agreed(None, rank, binding.ranks)
     # A layer that returns zeros is told from a right one.
     experts_of = binding.experts
     binding.bind = lambda *given, **named: lambda x, *more, **rest: torch.zeros_like(x)

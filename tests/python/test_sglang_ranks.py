@@ -70,6 +70,7 @@ def test_blocks_over_ranks(run):
         errors = values(lines, "error")  # as parts of what they may be
         assert len(errors) > 25 and max(errors) < 1, lines
         assert sum(values(lines, "sure")) > 0.8 * sum(values(lines, "tokens"))
+        assert values(lines, "promise") == 6 * [4, 2]
         assert values(lines, "error_of_zeros")[0] > 0.5
         assert values(lines, "epoch") == [32]  # of 4 x 8 passes in bf16, in one memory
         assert "set the option max_tokens" in values(lines, "too_many")[0]
