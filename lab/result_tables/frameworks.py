@@ -8,12 +8,13 @@ def transformers_table():
     found = load("transformers.json")
     if not found:
         return ""
-    models = list(dict.fromkeys((r["model"], r["dtype"]) for r in found))
+    of = lambda row: (row["model"], row["dtype"], row.get("topology", "1"))
     text = []
-    for model, dtype in models:
-        rows = [r for r in found if (r["model"], r["dtype"]) == (model, dtype)]
+    for model, dtype, topology in dict.fromkeys(map(of, found)):
+        rows = [r for r in found if of(r) == (model, dtype, topology)]
         decoded = sorted({(r["batch"], r["graph"]) for r in rows if "tpot_ms" in r})
-        head = f"| {model}, {dtype} | first token |"
+        over = "" if topology == "1" else f", {topology}"
+        head = f"| {model}, {dtype}{over} | first token |"
         head += "".join(f" batch {batch}{', graph' if graph else ''} |" for batch, graph in decoded)
         lines = [head + " error |", "|---|" + "---:|" * (len(decoded) + 2)]
         reasons, absent = [], []
@@ -36,13 +37,16 @@ def transformers_table():
             if reason is not None:
                 reasons.append(f"{implementation}: {reason.split('. ')[0]}")
         row = next(r for r in rows if "prompt" in r and "ttft_ms" in r)
+        machine = row["machine"] if " x " in row["machine"] else f"one {row['machine']}"
+        ranks = " Batches are those of each rank, times those of the slower one." if topology != "1" else ""
+        against = "the first line's" if topology == "1" else "those in fp32"
         prompt = next(r["prompt"] for r in rows if "tpot_ms" in r)
         text.append("\n".join(lines))
         text.append(
-            f"Milliseconds on one {row['machine']}, torch {row['torch']}, transformers {row['transformers']}, commit "
+            f"Milliseconds on {machine}, torch {row['torch']}, transformers {row['transformers']}, commit "
             f"{row['commit']}; random weights, {row['layers']} layers. First token: one prompt of {row['prompt']} "
-            f"tokens. Batches: one decoding step after {prompt} tokens, without and in a CUDA graph. Error: of the "
-            f"prompt's logits against the first line's."
+            f"tokens. Batches: one decoding step after {prompt} tokens, without and in a CUDA graph.{ranks} Error: of "
+            f"the prompt's logits against {against}."
             + (" –: " + "; ".join(reasons) + "." if reasons else "")
             + (" Did not run: " + "; ".join(absent) + "." if absent else "")
         )
