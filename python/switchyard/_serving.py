@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import functools
 import inspect
 import logging
 import os
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 from ._activation import Activation
@@ -21,7 +22,7 @@ from ._values import count_text
 from ._weights import Order
 from ._workspace import Workspace
 from ._world import World
-from .errors import CapacityExceeded, InvalidArgument, Timeout, Unsupported
+from .errors import CapacityExceeded, Error, InvalidArgument, Timeout, Unsupported
 
 ExpertParallel = Literal["local", "fused"]
 Mxfp4Compute = Literal["bf16", "f8_e4m3"]
@@ -280,6 +281,25 @@ class Ranks:
         if not self._met:
             _meet(self.group)
             self._met = True
+
+    def naming_lost(self, agree: Callable[..., Any]) -> Callable[..., Any]:
+        """A collective of a server's own that names the rank which it lost.
+
+        torch.distributed only says that a connection was closed. The world knows whose process has ended.
+        """
+
+        @functools.wraps(agree)
+        def agreeing(*arguments: Any, **named: Any) -> Any:
+            try:
+                return agree(*arguments, **named)
+            except RuntimeError as failure:
+                try:
+                    self.world.barrier()
+                except Error as lost:
+                    raise lost from failure
+                raise
+
+        return agreeing
 
     def refuse_placement(self, num_experts: int, expert_map: Any) -> None:
         """Raise `Unsupported` unless this rank has the experts that Switchyard takes it to have.

@@ -66,6 +66,7 @@ def ranks_of(options: Options) -> Ranks:
             f"of {parallel.moe_ep_size} of expert parallelism; serve with expert_parallel 'local'"
         )
     watch_results()
+    watch_agreement(ranks)
     return ranks
 
 
@@ -105,6 +106,14 @@ def watch_results() -> None:
     scheduler = getattr(sys.modules.get("sglang.srt.managers.scheduler"), "Scheduler", None)
     if scheduler is not None and not hasattr(scheduler.process_batch_result, "__wrapped__"):
         scheduler.process_batch_result = watched(scheduler.process_batch_result)
+
+
+def watch_agreement(ranks: Ranks) -> None:
+    """Let the schedulers' agreement on a step name a rank whose process has ended."""
+    module = sys.modules.get("sglang.srt.managers.scheduler_components.dp_attn")
+    info = getattr(module, "MLPSyncBatchInfo", None)
+    if info is not None and not hasattr(info.all_gather, "__wrapped__"):
+        info.all_gather = ranks.naming_lost(info.all_gather)
 
 
 def watched(process: Any) -> Any:

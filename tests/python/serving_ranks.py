@@ -1,12 +1,14 @@
 """What plugins of servers share under expert parallelism, on processes over gloo.
 
-    serving_ranks.py passes|late
+    serving_ranks.py passes|late|lost
 """
 
 import datetime
+import os
 import pathlib
 import sys
 import tempfile
+import time
 
 import torch
 import torch.distributed as dist
@@ -67,6 +69,31 @@ def passes(rank):
         raise AssertionError("more tokens than a layer over ranks has room for")
     except switchyard.CapacityExceeded as refusal:
         assert f"more than max_tokens {T} of a layer over 2 ranks" in str(refusal)
+
+
+def lost(rank):
+    """Rank 1's process ends before a collective that is not Switchyard's."""
+    ranks = Ranks.of(dist.group.WORLD)
+    agree = ranks.naming_lost(dist.all_reduce)
+    given = torch.ones(1)
+    agree(given)
+    assert given == 2
+    try:
+        agree("no tensor")
+        raise AssertionError("a text was added up")
+    except TypeError:
+        pass  # the caller's own mistake
+    if rank == 1:
+        os._exit(0)
+    start = time.monotonic()
+    try:
+        agree(given)
+        raise AssertionError("rank 1 was there")
+    except switchyard.Error as failure:
+        assert "rank 1" in str(failure), failure
+        assert isinstance(failure.__cause__, RuntimeError)
+    assert time.monotonic() - start < 10
+    os._exit(0)  # the group ends with both ranks
 
 
 def late(rank):
