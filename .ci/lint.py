@@ -3,15 +3,14 @@
 
     .ci/lint.py DIRECTORY     with compile_commands.json, and where the batches are written
 
-A file alone spends most of its time in headers. So sources with the same flags are written one behind the
-other into one file, and the lines in its findings are mapped back: two thirds of the time of one by one.
+A file alone spends most of its time in headers. So sources are written one behind the other into one file, which has
+the flags of all, and the lines in its findings are mapped back: half of the time of one by one.
 Sources that do not compile together (two have a local function of one name, say) go to different batches.
 Where that was not foreseen, a batch is linted again in two parts, in the end file by file.
 
 Files that no command compiles (the GPU engine's, where there is no CUDA) are left out.
 """
 
-import collections
 import concurrent.futures
 import json
 import os
@@ -22,58 +21,57 @@ import subprocess
 import sys
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
+sys.path.append(str(ROOT / "cmake"))
+from together import groups
+
 FOLDERS = ["src/*.cpp", "lab/*.cpp", "examples/all_to_all/*.cpp"]
 TIDY = "clang-tidy-14"
 MOST_FILES = 16  # of a batch: enough to read headers rarely, few enough for all cores to have some
 
 
 def flags_of(command):
-    """Flags that change what Clang sees. Optimisation and GCC's precompiled headers do not."""
+    """Flags that change what Clang sees, in pairs: of a word with its argument, and of a word and nothing. Optimisation
+    and GCC's precompiled headers do not."""
     words = shlex.split(command)
     flags = []
     for i, word in enumerate(words):
         if word in ("-isystem", "-I", "-D"):
-            flags += words[i : i + 2]
+            flags.append((word, words[i + 1]))
         elif re.match(r"-(D|I|std=)", word):
-            flags.append(word)
+            flags.append((word, ""))
     return tuple(flags)
 
 
-def names_of(text):
-    """(names that a source defines for itself, at the begin of a line; names that it calls, or that look like types
-    and constants). Where one source defines what another one names, they do not go together."""
-    own = set()
-    for block in re.findall(r"^namespace \{$(.*?)^\}  // namespace$", text, flags=re.M | re.S):
-        for line in block.splitlines():
-            if found := (re.match(r"(?:class|struct|union|enum|enum class|using) (\w+)", line)
-                         or re.match(r"(?:\[\[\w+\]\] )?[a-z][^(={;]*?(?<!:)\b(\w+)(?:\[\w*\])?(?: ?[(={;]|$)", line)):
-                own.add(found[1])
-    return own, own | set(re.findall(r"(?<![\w.:>])(?:[A-Z]\w+|k[A-Z]\w+|\w+(?=\())", text))
+def united(all_flags):
+    """[flags]: as few as there can be. Folders and macros that a file does not need are no harm to it, but no two
+    values of a macro go together."""
+    found = []
+    for flags in sorted(all_flags):
+        for united_flags in found:
+            both = dict.fromkeys(united_flags) | dict.fromkeys(flags)
+            macros = [flag.split("=")[0] for flag, _ in both if flag.startswith("-D")]
+            if len(macros) == len(set(macros)):
+                united_flags[:] = both
+                break
+        else:
+            found.append(list(flags))
+    return found
 
 
 def batches(build):
-    """[(flags, [file])]: files that are compiled with the same flags, and whose names do not meet."""
+    """[(flags, [file])]: files that compile with the same flags, and whose names do not meet."""
     listed = subprocess.run(["git", "ls-files", *FOLDERS], cwd=ROOT, check=True, capture_output=True, text=True)
     wanted = {str(ROOT / name) for name in listed.stdout.split() if "kernels_impl" not in name}
-    of_flags = collections.defaultdict(list)
+    flags_of_file = {}  # once, though a test may compile it again
     for entry in json.loads((build / "compile_commands.json").read_text()):
-        if entry["file"] in wanted:  # once, though a test may compile it again
-            wanted.remove(entry["file"])
-            of_flags[flags_of(entry["command"])].append(entry["file"])
+        if entry["file"] in wanted:
+            flags_of_file.setdefault(entry["file"], flags_of(entry["command"]))
     result = []
-    for flags, files in sorted(of_flags.items()):
-        open_batches = []
-        for file in sorted(files):
-            own, named = names_of(pathlib.Path(file).read_text())
-            for members, all_own, all_named in open_batches:
-                if len(members) < MOST_FILES and not own & all_named and not named & all_own:
-                    members.append(file)
-                    all_own |= own
-                    all_named |= named
-                    break
-            else:
-                open_batches.append(([file], own, named))
-        result += [(flags, members) for members, _, _ in open_batches]
+    for flags in united(set(flags_of_file.values())):
+        files = [file for file, its_flags in sorted(flags_of_file.items()) if set(its_flags) <= set(flags)]
+        for file in files:
+            del flags_of_file[file]
+        result += [([word for flag in flags for word in flag if word], members) for members in groups(files, MOST_FILES)]
     return result
 
 
