@@ -43,7 +43,7 @@ class LayerEngine {
 namespace cpu {
 std::unique_ptr<LayerEngine> make_engine(const World& world, const LayerSpec& spec,
                                          const MoeWeights& weights, const LayerOptions& options,
-                                         std::shared_ptr<PassMemory> memory);
+                                         std::shared_ptr<switchyard::PassMemory> memory);
 }
 
 namespace gpu {
@@ -56,7 +56,7 @@ int choose_device(const LayerOptions& options);
 // Error{kUnsupported} in a build without CUDA.
 std::unique_ptr<LayerEngine> make_engine(const World& world, const LayerSpec& spec,
                                          const MoeWeights& weights, const LayerOptions& options,
-                                         std::shared_ptr<PassMemory> memory);
+                                         std::shared_ptr<switchyard::PassMemory> memory);
 
 // The same for ranks on several hosts (exchange/staged_layer.h), which share no memory.
 std::unique_ptr<LayerEngine> make_engine_over_hosts(const World& world, const LayerSpec& spec,
