@@ -158,9 +158,9 @@ inline constexpr std::uint32_t kMostFewSharedBytes = 225 * 1024;
 // up to 189 MB, and from 201 MB on both are alike. Four-bit weights have no such bound: up to 198
 // MB they were read here at 2.2 to 2.6 TB/s, and in the small pass's kernel at 1.6 to 1.8.
 inline constexpr std::int64_t kMostFewBytes = 202'000'000;
-// The same for a rank's share of the slots of a pass over ranks, whose other kernel begins later. On
-// two H200 it gains a ninth at 396 MB (V4-Pro in FP8) and 4 % at 302 MB of bf16, and loses 2 and 6 %
-// at 603 and 705 MB.
+// The same for a rank's share of the slots of a pass over ranks, whose other kernel begins later.
+// On two H200 it gains a ninth at 396 MB (V4-Pro in FP8) and 4 % at 302 MB of bf16, and loses 2 and
+// 6 % at 603 and 705 MB.
 inline constexpr std::int64_t kMostFewBytesOverRanks = 400'000'000;
 
 // Whether the kernel has room for a pass with the routing given, and is the faster one. `rows`: the
