@@ -22,6 +22,7 @@ with the same weights in fp32 in one process, and times are those of the slower 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
 import datetime
 import json
@@ -272,13 +273,8 @@ def compare_over_ranks(args: argparse.Namespace, device: torch.device, about: di
     for implementation in args.implementations:
         zeroed = implementation == "zeroed"
         model = spread(made(torch.bfloat16), implementation)
-        if zeroed:
-            with Zeroed():
-                logits = model(first, use_cache=False).logits.float()
-                text, right = compare_tokens(greedy(model, prompts, args.words), words)
-            measured = []
-        else:
-            measured, _ = measure(args, model, implementation, device)
+        measured = [] if zeroed else measure(args, model, implementation, device)[0]
+        with Zeroed() if zeroed else contextlib.nullcontext():
             logits = model(first, use_cache=False).logits.float()
             text, right = compare_tokens(greedy(model, prompts, args.words), words)
         error = relative_error(logits, expected)

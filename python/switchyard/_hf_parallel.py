@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from . import _hf
-from ._serving import refuse_too_few_sms
+from ._serving import promised, refuse_too_few_sms
 from ._torch import apply_without_backward
 from ._values import count_text
 from ._world import World
@@ -151,10 +151,9 @@ class FusedExperts:
         made = self._layer_of(module, share, ids.shape[1])
         out = x.new_empty(share, x.shape[1])
         # Where ranks know each other's numbers of tokens, few tokens have a faster kernel.
-        known = self._shares_batch and x.dtype is torch.bfloat16 and share * self._tp_size <= 8
-        made.layer._run_tensors(
-            x[rows], ids[rows], weights[rows], out[: x[rows].shape[0]], share if known else 0
-        )
+        known = self._shares_batch and x.dtype is torch.bfloat16
+        most = promised(share, self._tp_size) if known else 0
+        made.layer._run_tensors(x[rows], ids[rows], weights[rows], out[: x[rows].shape[0]], most)
         if self._tp_size == 1:
             return out
         whole = x.new_empty(share * self._tp_size, x.shape[1])

@@ -46,6 +46,15 @@ NO_EPLB = (
     "a layout of its own: they would be those of other experts. It works with bf16 experts without biases"
 )
 
+# Rows of all ranks together, of passes that have a kernel of their own (docs/decisions/0048).
+MOST_FEW_ROWS = 8
+
+
+def promised(most: int, ranks: int) -> int:
+    """What ranks promise each other that have at most `most` rows each: `max_tokens_per_rank`, or 0 where it would
+    change nothing."""
+    return most if most * ranks <= MOST_FEW_ROWS else 0
+
 
 @dataclasses.dataclass(frozen=True)
 class Options:

@@ -10,10 +10,9 @@
 #include <vector>
 
 #include "model/errors.h"
-#include "protocol/partition.h"
 #include "support/accuracy.h"
 #include "support/device_ranks.h"
-#include "support/fp8.h"
+#include "support/kernel_types.h"
 #include "support/layers.h"
 #include "support/numbers.h"
 #include "support/ranks.h"
@@ -38,17 +37,11 @@ bool was_few(const ForwardStats& stats) {
   return stats.dispatch_bytes != 0 && stats.signal_bytes == 0;
 }
 
-MoeWeights weights_in(const LayerSpec& spec, DType type) {
-  return type == kFp8 ? fp8_weights(spec) : make_weights(spec, type, 3);
-}
-
 class GpuFewRanks : public OnGpu<::testing::TestWithParam<DType>> {
  protected:
   static DType type() { return GetParam(); }
   static LayerSpec spec(int hidden, int intermediate, int num_experts, int top_k) {
-    const int unit = is_four_bit(type()) ? 32 : type() == kFp8 ? 16 : 8;
-    return spec_of(protocol::round_up(hidden, unit), protocol::round_up(intermediate, unit),
-                   num_experts, top_k);
+    return spec_for(type(), hidden, intermediate, num_experts, top_k);
   }
   static BatchResult run(const LayerSpec& spec, const MoeWeights& w, const Batch& batch,
                          const Shares& shares) {
@@ -63,32 +56,14 @@ class GpuFewRanks : public OnGpu<::testing::TestWithParam<DType>> {
     } else {
       expect_accurate(spec, w, batch, result);
     }
-    std::vector<std::uint64_t> rows(static_cast<std::size_t>(spec.num_experts));
-    for (const std::int32_t id : batch.topk_ids) {
-      if (id != kNoExpert) ++rows[static_cast<std::size_t>(id)];
-    }
     for (std::size_t r = 0; r < shares.count.size(); ++r) {
       EXPECT_TRUE(was_few(result.stats[r])) << r;
       EXPECT_EQ(result.stats[r].tokens, static_cast<std::uint64_t>(shares.count[r]));
-      const auto& counted = result.stats[r].tokens_per_expert;
-      EXPECT_TRUE(std::equal(rows.begin(), rows.end(), counted.begin(), counted.end())) << r;
+      EXPECT_TRUE(counts_rows_of(spec, batch, result.stats[r])) << r;
     }
   }
 };
-std::vector<DType> compiled_types() {
-  std::vector<DType> types = {DType::kBF16, kFp8};
-#ifdef SWITCHYARD_FOUR_BIT_KERNELS
-  types.insert(types.end(), {DType::kF4E2M1, DType::kU4});
-#endif
-  return types;
-}
-INSTANTIATE_TEST_SUITE_P(Types, GpuFewRanks, ::testing::ValuesIn(compiled_types()),
-                         [](const auto& type) {
-                           return type.param == kFp8             ? "Fp8"
-                                  : type.param == DType::kF4E2M1 ? "Mxfp4"
-                                  : type.param == DType::kU4     ? "Int4"
-                                                                 : "Bf16";
-                         });
+INSTANTIATE_TEST_SUITE_P(Types, GpuFewRanks, ::testing::ValuesIn(compiled_types()), name_of_type);
 
 TEST_P(GpuFewRanks, EveryShape) {
   for (const int top_k : {1, 2, 8}) {

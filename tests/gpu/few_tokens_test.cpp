@@ -10,10 +10,10 @@
 
 #include "gpu/device.h"
 #include "model/errors.h"
-#include "protocol/partition.h"
 #include "support/accuracy.h"
 #include "support/device_batch.h"
 #include "support/fp8.h"
+#include "support/kernel_types.h"
 #include "support/layers.h"
 #include "switchyard/workspace.h"
 
@@ -36,20 +36,9 @@ Batch given_batch(const LayerSpec& spec, int tokens, std::uint64_t seed, bool wi
 }
 
 void expect_counted(const LayerSpec& spec, const Batch& batch, const BatchResult& result) {
-  std::vector<std::uint64_t> rows(static_cast<std::size_t>(spec.num_experts));
-  for (const std::int32_t id : batch.topk_ids) {
-    if (id != kNoExpert) ++rows[static_cast<std::size_t>(id)];
-  }
-  const auto& counted = result.stats[0].tokens_per_expert;
-  EXPECT_TRUE(std::equal(rows.begin(), rows.end(), counted.begin(), counted.end()));
+  EXPECT_TRUE(counts_rows_of(spec, batch, result.stats[0]));
   EXPECT_EQ(result.stats[0].tokens, static_cast<std::uint64_t>(batch.x.rows()));
 }
-
-MoeWeights weights_in(const LayerSpec& spec, DType type) {
-  return type == kFp8 ? fp8_weights(spec) : make_weights(spec, type, 3);
-}
-// The multiple that the type wants of rows and columns.
-int unit_of(DType type) { return is_four_bit(type) ? 32 : type == kFp8 ? 16 : 8; }
 
 void expect_accurate_everywhere(const LayerSpec& spec, DType type, bool with_empty = false) {
   const bool fp8 = type == kFp8;
@@ -78,27 +67,11 @@ void expect_accurate_everywhere(const LayerSpec& spec, DType type, bool with_emp
 
 class GpuFewTokens : public OnGpu<::testing::TestWithParam<DType>> {
  protected:
-  // Returns a spec of about this shape, rounded up to what the type takes.
   static LayerSpec spec(int hidden, int intermediate, int num_experts, int top_k) {
-    const int unit = unit_of(GetParam());
-    return spec_of(protocol::round_up(hidden, unit), protocol::round_up(intermediate, unit),
-                   num_experts, top_k);
+    return spec_for(GetParam(), hidden, intermediate, num_experts, top_k);
   }
 };
-std::vector<DType> compiled_types() {
-  std::vector<DType> types = {DType::kBF16, kFp8};
-#ifdef SWITCHYARD_FOUR_BIT_KERNELS
-  types.insert(types.end(), {DType::kF4E2M1, DType::kU4});
-#endif
-  return types;
-}
-INSTANTIATE_TEST_SUITE_P(Types, GpuFewTokens, ::testing::ValuesIn(compiled_types()),
-                         [](const auto& type) {
-                           return type.param == kFp8             ? "Fp8"
-                                  : type.param == DType::kF4E2M1 ? "Mxfp4"
-                                  : type.param == DType::kU4     ? "Int4"
-                                                                 : "Bf16";
-                         });
+INSTANTIATE_TEST_SUITE_P(Types, GpuFewTokens, ::testing::ValuesIn(compiled_types()), name_of_type);
 
 TEST_P(GpuFewTokens, EveryShape) {
   for (const int top_k : {1, 2, 8}) {

@@ -96,6 +96,10 @@ struct Few {
     }
     return outcome;
   }
+  __device__ void store_y(std::uint32_t token, std::uint32_t column, float sum) const {
+    static_cast<std::uint16_t*>(p.y)[token * p.y_stride + column] =
+        static_cast<std::uint16_t>(pack_bf16(sum * p.scale, 0));
+  }
 
   // --- Over ranks.
 
@@ -122,8 +126,7 @@ struct Few {
   __device__ __forceinline__ void send_rows(std::uint64_t epoch) const {
     constexpr std::uint32_t kFirst = kFewWarps / 2;
     if (warp < kFirst) return;
-    const std::uint32_t flag = static_cast<std::uint32_t>(epoch) + 1,
-                        vectors = p.operands[0].columns / 4;
+    const std::uint32_t flag = protocol::flag_of(epoch + 1), vectors = p.operands[0].columns / 4;
     std::uint32_t at = ((warp - kFirst) * gridDim.x + blockIdx.x) * 32 + lane;
 #pragma unroll 1
     for (std::uint32_t token = 0; token < p.tokens;) {
@@ -258,8 +261,7 @@ struct Few {
         if (!await_word(word, protocol::Phase::kCombine, source)) return;
         sum += __uint_as_float(static_cast<std::uint32_t>(protocol::load_relaxed(word)));
       }
-      static_cast<std::uint16_t*>(p.y)[token * p.y_stride + column] =
-          static_cast<std::uint16_t>(pack_bf16(sum * p.scale, 0));
+      store_y(token, column, sum);
     }
   }
   // Counts the bytes that this rank sends. Called by one thread.
@@ -297,7 +299,7 @@ struct Few {
     if (mine.id >= 0 && p.place_of != nullptr) mine.id = p.place_of[mine.id];
     const std::uint32_t slot = warp * p.top_k.count + lane;
     if constexpr (kRanks) {
-      const std::uint32_t flag = static_cast<std::uint32_t>(epoch) + 1;
+      const std::uint32_t flag = protocol::flag_of(epoch + 1);
       const WordPair words{word_of(flag, static_cast<std::uint32_t>(mine.id)),
                            word_of(flag, __float_as_uint(mine.weight))};
       visit_others(blockIdx.x, gridDim.x, [&](const Peer& peer) {
@@ -687,8 +689,7 @@ struct Few {
       sum += load_shared_float(sums_of(buffer, w) + threadIdx.x * 4);
     }
     if constexpr (kRanks) return send_sum(token, row, sum);
-    static_cast<std::uint16_t*>(p.y)[token * p.y_stride + row] =
-        static_cast<std::uint16_t>(pack_bf16(sum * p.scale, 0));
+    store_y(token, row, sum);
   }
 
   // The words that the pass before this one used, and its number; see clear_next_words().
@@ -736,7 +737,8 @@ struct Few {
     const std::uint64_t epoch = kRanks ? *p.epoch_word : 0;
     std::uint32_t from = 0, buffer = 0;
     bool arrived = true;  // what other ranks send
-                          // Both GEMMs have one copy of the code.
+
+    // Both GEMMs have one copy of the code.
 #pragma unroll 1
     for (std::uint32_t gemm = 0; gemm < 2; ++gemm) {
       buffer = 0;  // (pairs of warps had different numbers of jobs)
