@@ -12,7 +12,8 @@
 A GPU's trace of this layer needs a build with a traced kernel for plain FFNs:
 cmake ... -DSWITCHYARD_GPU_TRACED_ACTIVATIONS="silu_gated;any_plain".
 
-Exit codes: 0 done; 1 a command failed, which stderr tells; 2 unusable arguments.
+Exit codes: 0 done; 1 a command failed, which stderr tells; 2 unusable arguments; 77 the build has no such traced kernel,
+and all else is done.
 """
 
 import json
@@ -29,7 +30,14 @@ STAGES = ("memory", "utilisation")
 KEY = ("machine", "hidden", "intermediate", "experts", "top_k", "ranks", "tokens_per_rank")
 
 
+SKIPPED = 77
+
+
 class Failed(Exception):
+    pass
+
+
+class NotBuilt(Failed):
     pass
 
 
@@ -42,7 +50,8 @@ def called(args, words):
     except subprocess.TimeoutExpired as problem:
         raise Failed(f"'switchyard {' '.join(words)}' took longer than {args.limit} s; raise --limit") from problem
     if done.returncode != 0:
-        raise Failed(f"'switchyard {' '.join(words)}' ended with {done.returncode}: {done.stderr.strip()}")
+        missing = "SWITCHYARD_GPU_TRACED_ACTIVATIONS" in done.stderr
+        raise (NotBuilt if missing else Failed)(f"'switchyard {' '.join(words)}' ended with {done.returncode}: {done.stderr.strip()}")
     return json.loads(done.stdout)
 
 
@@ -148,15 +157,16 @@ def parse(words):
 
 def main():
     args = parse(sys.argv[1:])
-    failures, machine = 0, args.machine
+    failures, missing, machine = 0, 0, args.machine
 
     def attempt(make, path, text):
         """Keeps the row that `make` returns, or tells why there is none."""
-        nonlocal failures
+        nonlocal failures, missing
         try:
             row = make()
         except Failed as problem:
-            failures += 1
+            failures += not isinstance(problem, NotBuilt)
+            missing += isinstance(problem, NotBuilt)
             print(f"thesis_tables: {problem}", file=sys.stderr, flush=True)
             return None
         merge(path, [row], KEY)
@@ -177,7 +187,7 @@ def main():
     if "utilisation" in args.stages:
         attempt(lambda: utilisation_row(args, args.traced_tokens, args.traced_experts, machine), args.utilisation_json,
                 utilisation_text)
-    return 1 if failures else 0
+    return 1 if failures else SKIPPED if missing else 0
 
 
 if __name__ == "__main__":

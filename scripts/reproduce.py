@@ -41,6 +41,9 @@ class Step:
     needs: tuple = ()  # modules of Python
 
 
+SKIPPED = 77  # how programs of bench/ end where something is not there that they need
+
+
 # The steps that measure, for processors and for GPUs.
 
 
@@ -153,11 +156,13 @@ def run_steps(args):
             print(f"\n== {text}: {name}", flush=True)
             try:
                 done = subprocess.run(step.words, env=environment, timeout=args.limit, check=False)
-                said = f"ended with {done.returncode}" if done.returncode else ""
+                said = f"Failed, ended with {done.returncode}" if done.returncode else ""
+                if done.returncode == SKIPPED:
+                    said = "Not all of it was run, because this build or machine lacks something, as the program said"
             except subprocess.TimeoutExpired:
-                said = f"took longer than --limit {args.limit:g} s"
+                said = f"Failed, took longer than --limit {args.limit:g} s"
             if said:
-                problems[text].append(f"Failed, {said}: {name}")
+                problems[text].append(f"{said}: {name}")
             print(f"== {time.monotonic() - began:.0f} s{'; ' + said if said else ''}", flush=True)
     return problems
 

@@ -99,6 +99,15 @@ def test_a_measurement_that_fails_is_on_the_page_and_in_the_exit_code(tmp_path):
     assert before == {path: path.stat().st_mtime_ns for path in (ROOT / "results").iterdir()}
 
 
+def test_a_measurement_that_this_build_lacks_is_no_failure(tmp_path):
+    command = tmp_path / "switchyard"
+    command.write_text("#!/bin/sh\nexit 77\n")
+    command.chmod(0o755)
+    done = run("all-to-all", "--small", "--command", command, "--out", tmp_path / "out")
+    assert done.returncode == 0, done.stderr
+    assert "lacks something, as the program said: switchyard bench all_to_all" in (tmp_path / "out/index.html").read_text()
+
+
 @pytest.mark.parametrize("words, told", [
     (["ramps"], "text 'ramps' is unknown"),
     (["all", "--out", str(ROOT / "results")], "--out is results/"),

@@ -45,6 +45,13 @@ def test_failures_are_told(tmp_path):
     assert done.returncode == 1 and "name the built command with --command" in done.stderr
     done = run(tmp_path, "memory", "--tokens", "4", "--experts", "1")
     assert done.returncode == 1 and "ended with 2: switchyard: error" in done.stderr
+    # A kernel that the build lacks is no failure.
+    unbuilt = tmp_path / "unbuilt"
+    unbuilt.write_text("#!/bin/sh\necho \"build with 'any_plain' in SWITCHYARD_GPU_TRACED_ACTIVATIONS\" >&2\nexit 2\n")
+    unbuilt.chmod(0o755)
+    done = run(tmp_path, "utilisation", command=unbuilt)
+    unbuilt.unlink()
+    assert done.returncode == 77 and "'any_plain'" in done.stderr
     done = run(tmp_path, "speed")
     assert done.returncode == 2 and "stage 'speed' is unknown" in done.stderr
     assert not list(tmp_path.iterdir())

@@ -1,6 +1,8 @@
 // The table of compiled kernels.
 #include <fmt/format.h>
 
+#include <string>
+
 #include "gpu/layer/params.h"
 #include "switchyard/error.h"
 
@@ -16,12 +18,16 @@ KernelEntry find_kernel(const Activation& activation, DType weights, DType compu
   }
 #include "gpu/kernel_list.inc"
 #undef SWITCHYARD_KERNEL
+  const char* const form = activation.gated ? "gated" : "plain";
+  // The kernel for any activation serves SiLU, too, and exists in all types.
+  const std::string remedy =
+      traced ? fmt::format("build with 'any_{}' in SWITCHYARD_GPU_TRACED_ACTIVATIONS", form)
+             : "see SWITCHYARD_GPU_POLICIES in src/gpu/CMakeLists.txt";
   throw Error(
       ErrorCode::kUnsupported,
-      fmt::format("no {}kernel was compiled for a {} FFN of {} weights and {} tokens with '{}'; "
-                  "see src/gpu/CMakeLists.txt",
-                  traced ? "traced " : "", activation.gated ? "gated" : "plain", to_string(weights),
-                  to_string(compute), name_of(activation)));
+      fmt::format("no {}kernel was compiled for a {} FFN of {} weights and {} tokens with '{}'; {}",
+                  traced ? "traced " : "", form, to_string(weights), to_string(compute),
+                  name_of(activation), remedy));
 }
 
 }  // namespace switchyard::gpu
