@@ -10,6 +10,8 @@ elseif(SWITCHYARD_SANITIZE)
   message(FATAL_ERROR "SWITCHYARD_SANITIZE is '${SWITCHYARD_SANITIZE}'; use 'thread' or 'address'")
 endif()
 if(SWITCHYARD_SANITIZE)
+  # GCC 14 takes its own instrumentation for reads of what nobody wrote.
+  add_compile_options($<$<COMPILE_LANG_AND_ID:CXX,GNU>:-Wno-maybe-uninitialized>)
   # Half the time to compile, and the tests are no slower.
   string(REPLACE "-O3" "-O1" CMAKE_CXX_FLAGS_RELEASE "${CMAKE_CXX_FLAGS_RELEASE}")
 endif()
