@@ -7,8 +7,10 @@ point in a temporary folder names.
 import asyncio
 import importlib.util
 import json
+import logging
 import os
 import pathlib
+import re
 import signal
 import sys
 import tempfile
@@ -28,6 +30,7 @@ _PURPOSES = {
 
 
 ENGINE_PER_RANK = False  # one starts all ranks
+ERRORS = "errors.txt"  # beside the model
 
 
 def load():
@@ -36,11 +39,27 @@ def load():
         raise ImportError("sglang is not installed")
 
 
+class Errors(logging.Handler):
+    """Keeps in a file which of Switchyard's errors a process ends with: SGLang's engine says only that it ended."""
+
+    def __init__(self, path):
+        super().__init__(logging.ERROR)
+        self.path = path
+
+    def emit(self, record):
+        raised = re.findall(r"^switchyard\.errors\.(.+)", record.getMessage(), re.M)
+        if raised:
+            with open(self.path, "a") as file:
+                file.write(f"{raised[-1]}\n")
+
+
 def plugin():
     """Called by SGLang in each of its processes."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     told = json.loads(os.environ[_TOLD])
+    # This module's logger says what a scheduler ends with. The root logger would lose the handler when SGLang sets it up.
+    logging.getLogger("sglang.srt.managers.scheduler").addHandler(Errors(told["errors"]))
 
     def fill(model, *arguments, **named):
         engine_models.fill(model, told["seed"], told["quantised"])
@@ -61,6 +80,11 @@ def plugin():
         out = plain_experts(dispatched.hidden_states, weights.w13_weight, weights.w2_weight, ids, scores)
         return StandardCombineInput(hidden_states=out)
 
+    def native(op):
+        from sglang.srt.layers.utils.multi_platform import MultiPlatformOp
+
+        return op.forward_cuda if type(op).forward_native is MultiPlatformOp.forward_native else op.forward_native
+
     HookRegistry.register(
         "sglang.srt.model_loader.weight_utils.initialize_dummy_weights", fill, HookType.REPLACE
     )
@@ -69,6 +93,8 @@ def plugin():
     if told["backend"] == "none":
         HookRegistry.register("sglang.srt.layers.moe.moe_runner.MoeRunner.run", zero_at_once, HookType.AROUND)
     if told["backend"] == "plain":
+        # SGLang's kernels of norms take no fp32.
+        HookRegistry.register("sglang.srt.layers.utils.multi_platform.MultiPlatformOp.dispatch_forward", native, HookType.REPLACE)
         # SGLang's Triton kernel would store fp32 as fp16.
         HookRegistry.register("sglang.srt.layers.moe.moe_runner.MoeRunner.run", in_torch, HookType.AROUND)
 
@@ -108,7 +134,8 @@ class Engine:
         sys.path.insert(0, folder)
         os.environ["PYTHONPATH"] = os.pathsep.join([folder, os.environ.get("PYTHONPATH", "")])
         plain = purpose == "reference"
-        os.environ[_TOLD] = json.dumps({"seed": seed, "quantised": quantised, "backend": "plain" if plain else backend})
+        os.environ[_TOLD] = json.dumps({"seed": seed, "quantised": quantised, "backend": "plain" if plain else backend,
+                                        "errors": str(path.parent / ERRORS)})
         import sglang
 
         self.version = sglang.__version__

@@ -258,6 +258,8 @@ def failed(args, cell, directory, how):
     if args.engines > 1:
         return in_processes(failed_rank, args, cell, directory, how)[0]
     begun = multiprocessing.Value("d", 0.0)
+    raised = pathlib.Path(directory) / args.adapter.ERRORS
+    raised.unlink(missing_ok=True)
     try:
         (said,) = in_processes(failed_engine, args, cell, directory, how, begun)
     except RuntimeError as problem:
@@ -266,7 +268,9 @@ def failed(args, cell, directory, how):
             raise
     if not begun.value:
         raise RuntimeError(f"it ended before the last rank was to fail: {said}")
-    return said, time.monotonic() - begun.value
+    seconds = time.monotonic() - begun.value
+    # An engine that ends its own process says why in its log alone.
+    return "; ".join(raised.read_text().splitlines()) if raised.exists() else said, seconds
 
 
 def failed_rank(args, cell, directory, how):
@@ -380,8 +384,8 @@ def main():
                           f"{other:.4f} from those of the other weights", flush=True)
             for how in sorted({"kill", "stop"} & set(args.do)):
                 said, seconds = failed(args, cell, directory, how)
-                # The engine's process says more, in its log.
-                wrong |= said == "nothing"
+                # Of vLLM, the process of rank 0's engine says more, in its log.
+                wrong |= said == "nothing" if args.engines > 1 else "rank 1" not in said
                 print(f"{name}: {how}: rank 0 ended after {seconds:.2f} s with {said}", flush=True)
             if {"tokens", "times"} & set(args.do):
                 about, tokens, times = served(args, cell, directory)

@@ -291,14 +291,31 @@ class Ranks:
             _meet(self.group)
             self._met = True
 
-    def naming_lost(self, agree: Callable[..., Any]) -> Callable[..., Any]:
-        """A collective of a server's own that names the rank which it lost.
+    def meeting_first(self, agree: Callable[..., Any], serves: Callable[[], bool] = lambda: True) -> Callable[..., Any]:
+        """A collective of a server's own that does not wait longer than the deadline, and names the rank which is lost.
 
-        torch.distributed only says that a connection was closed. The world knows whose process has ended.
+        A group of torch.distributed waits for minutes and says who closed a connection at best. So the ranks of the
+        world meet before it. All ranks call it equally often.
+
+        Parameters
+        ----------
+        agree : callable
+        serves : callable
+            False until ranks need not wait for each other's compilation any more; changes at the same call on all ranks.
+
+        Raises
+        ------
+        Timeout
+            From the collective: if a rank does not come within the deadline.
+        Aborted
+            If a rank's process has ended.
         """
 
         @functools.wraps(agree)
         def agreeing(*arguments: Any, **named: Any) -> Any:
+            if serves():
+                self.meet()
+                self.world.barrier()
             try:
                 return agree(*arguments, **named)
             except RuntimeError as failure:

@@ -108,11 +108,14 @@ def watch_results() -> None:
 
 
 def watch_agreement(ranks: Ranks) -> None:
-    """Let the schedulers' agreement on a step name a rank whose process has ended."""
+    """Let the schedulers' agreement on a step name a rank that has stopped or ended.
+
+    All schedulers agree before each step, also without a request.
+    """
     module = sys.modules.get("sglang.srt.managers.scheduler_components.dp_attn")
     info = getattr(module, "MLPSyncBatchInfo", None)
     if info is not None and not hasattr(info.all_gather, "__wrapped__"):
-        info.all_gather = ranks.naming_lost(info.all_gather)
+        info.all_gather = ranks.meeting_first(info.all_gather)
 
 
 def watched(process: Any) -> Any:

@@ -181,8 +181,8 @@ def watch_steps(ranks: Ranks) -> None:
     for name, function in _AGREEMENTS:
         there = sys.modules.get(name)
         agree = getattr(there, function, None)
-        if agree is not None and not hasattr(agree, "_switchyard_watches"):
-            setattr(there, function, after_meeting(agree, ranks))
+        if agree is not None and not hasattr(agree, "__wrapped__"):
+            setattr(there, function, ranks.meeting_first(agree, serves=lambda: _serves))
 
 
 def before_serving(warm_up: Callable[..., Any]) -> Callable[..., Any]:
@@ -196,22 +196,6 @@ def before_serving(warm_up: Callable[..., Any]) -> Callable[..., Any]:
         return result
 
     return starting
-
-
-def after_meeting(agree: Callable[..., Any], ranks: Ranks) -> Callable[..., Any]:
-    """An agreement of all ranks that a rank which has stopped does not hold up for longer than the deadline.
-
-    All ranks make it equally often, and begin to serve after the same one.
-    """
-
-    @functools.wraps(agree)
-    def agreeing(*arguments: Any, **named: Any) -> Any:
-        if _serves:
-            ranks.world.barrier()
-        return agree(*arguments, **named)
-
-    agreeing._switchyard_watches = True  # type: ignore[attr-defined]
-    return agreeing
 
 
 def watched(step: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,11 +1,12 @@
 """What plugins of servers share under expert parallelism, on processes over gloo.
 
-    serving_ranks.py passes|late|lost
+    serving_ranks.py passes|late|lost|lost_within|stopped
 """
 
 import datetime
 import os
 import pathlib
+import signal
 import sys
 import tempfile
 import time
@@ -74,7 +75,7 @@ def passes(rank):
 def lost(rank):
     """Rank 1's process ends before a collective that is not Switchyard's."""
     ranks = Ranks.of(dist.group.WORLD)
-    agree = ranks.naming_lost(dist.all_reduce)
+    agree = ranks.meeting_first(dist.all_reduce)
     given = torch.ones(1)
     agree(given)
     assert given == 2
@@ -85,15 +86,49 @@ def lost(rank):
         pass  # the caller's own mistake
     if rank == 1:
         os._exit(0)
+    names_rank_1(lambda: agree(given), switchyard.Aborted)
+    os._exit(0)  # the group ends with both ranks
+
+
+def lost_within(rank):
+    """Rank 1's process ends when the ranks have met, in the collective."""
+    ranks = Ranks.of(dist.group.WORLD)
+    agree = ranks.meeting_first(lambda given: dist.all_reduce(given) if rank == 0 else os._exit(0))
+    failure = names_rank_1(lambda: agree(torch.ones(1)), switchyard.Aborted)
+    assert isinstance(failure.__cause__, RuntimeError)
+    os._exit(0)
+
+
+def stopped(rank):
+    """Rank 1's process stops before a collective that is not Switchyard's, whose own limit is half an hour."""
+    ranks = Ranks.of(dist.group.WORLD, deadline=2.0)
+    serves = [False]
+    agree = ranks.meeting_first(dist.all_reduce, lambda: serves[0])
+    if rank == 1:
+        time.sleep(3)  # a rank that compiles may be late before they serve
+    agree(torch.ones(1))
+    serves[0] = True
+    agree(torch.ones(1))
+    store = dist.distributed_c10d._get_default_store()
+    if rank == 1:
+        store.set("process", str(os.getpid()))
+        os.kill(os.getpid(), signal.SIGSTOP)
+        os._exit(0)
+    process = int(store.get("process"))
+    names_rank_1(lambda: agree(torch.ones(1)), switchyard.Timeout)
+    os.kill(process, signal.SIGCONT)
+    os._exit(0)
+
+
+def names_rank_1(collective, kind):
     start = time.monotonic()
     try:
-        agree(given)
+        collective()
         raise AssertionError("rank 1 was there")
     except switchyard.Error as failure:
-        assert "rank 1" in str(failure), failure
-        assert isinstance(failure.__cause__, RuntimeError)
-    assert time.monotonic() - start < 10
-    os._exit(0)  # the group ends with both ranks
+        assert type(failure) is kind and "rank 1" in str(failure), failure
+        assert time.monotonic() - start < 10
+        return failure
 
 
 def late(rank):

@@ -1,12 +1,13 @@
 """One rank of SGLang's data-parallel attention with experts over all ranks, which Switchyard exchanges tokens for, as a
 server on CPUs makes its blocks: for test_sglang_ranks.py. torchrun's variables say which rank.
 
-    sglang_ranks.py DIRECTORY passes|refusals|SIGKILL|SIGSTOP
+    sglang_ranks.py DIRECTORY passes|refusals|SIGKILL-pass|SIGSTOP-pass|SIGKILL-agreement|SIGSTOP-agreement
 
 It says what it saw in lines of JSON.
 """
 
 import contextlib
+import dataclasses
 import json
 import os
 import signal
@@ -280,16 +281,30 @@ def refusals(rank, ranks):
 
 
 @torch.no_grad()
-def who_failed(rank, ranks, how):
-    """The last rank ends, or stops, before its third pass."""
+def who_failed(rank, ranks, how, where):
+    """The last rank ends, or stops, before its third pass, or before the schedulers agree on their third step."""
+    from sglang.srt import runtime_context
+    from sglang.srt.managers.scheduler_components.dp_attn import MLPSyncBatchInfo
+
     block, _ = qwen3()
     x = torch.randn(9, H).bfloat16()
+    counts = [name for name, field in MLPSyncBatchInfo.__dataclass_fields__.items() if field.default is dataclasses.MISSING]
+    sizes = {"dp_size": ranks, "num_dp_ranks": ranks, "tp_size": 1, "cp_size": 1}
+
+    def agree():
+        info = MLPSyncBatchInfo(**{name: sizes.get(name, rank) for name in counts})
+        info.all_gather("cpu", runtime_context.get_parallel().tp_group.cpu_group)
+        assert info.global_num_tokens == list(range(ranks))
+
+    def compute():
+        block(x)
+        _serving.check_passes()
+
     try:
         for step in range(5):
             if step == 2 and rank == ranks - 1:
                 os.kill(os.getpid(), getattr(signal, how))
-            block(x)
-            _serving.check_passes()
+            {"pass": compute, "agreement": agree}[where]()
     except switchyard.Error as failure:
         say(failure=str(failure), kind=type(failure).__name__)
     os._exit(0)  # groups end with all ranks
@@ -305,7 +320,7 @@ def main():
     os.environ["SWITCHYARD_SGLANG_OPTIONS"] = json.dumps(options)
     serve(rank, ranks, directory, disable_shared_experts_fusion=True)
     if what.startswith("SIG"):
-        who_failed(rank, ranks, what)
+        who_failed(rank, ranks, *what.split("-"))
     {"passes": passes, "refusals": refusals}[what](rank, ranks)
     torch.distributed.barrier()
     os._exit(0)

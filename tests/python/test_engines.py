@@ -1,6 +1,7 @@
 """bench/engines.py without an engine: the weights that it fills in, and the comparison that must find a wrong token."""
 
 import json
+import logging
 import os
 import pickle
 import random
@@ -17,6 +18,7 @@ from conftest import ROOT
 sys.path.insert(0, str(ROOT / "bench"))
 import engine_models
 import engine_ranks
+import engine_sglang
 import engines
 import result_rows
 
@@ -205,6 +207,7 @@ class FailingEngine:
 
     def __init__(self, path, backend, purpose, *, more, ranks, reserved_sms):
         assert ranks == 2
+        self.errors = path.parent / engine_sglang.ERRORS
         self.failed = threading.Event()
 
     def generate(self, prompts, tokens):
@@ -212,26 +215,38 @@ class FailingEngine:
         raise ValueError("rank 1 ended")
 
     def fail(self, how):
-        if how == "kill":
-            os._exit(1)
-        self.failed.set()
+        if how == "stop":
+            self.failed.set()
+            return
+        if how == "kill, and say why":
+            log = logging.getLogger("scheduler of a test")
+            log.addHandler(engine_sglang.Errors(self.errors))
+            log.error("A scheduler hit an exception:\n  File x\nswitchyard.errors.Aborted: rank 1 of 2 ended\n")
+        os._exit(1)
 
 
-@pytest.mark.parametrize("how,text", [("stop", "ValueError: rank 1 ended"), ("kill", "rank 0: the process died")])
+FAILING = SimpleNamespace(Engine=FailingEngine, ERRORS=engine_sglang.ERRORS)
+
+
+@pytest.mark.parametrize(
+    "how,text",
+    [
+        ("stop", "ValueError: rank 1 ended"),
+        ("kill", "rank 0: the process died"),
+        ("kill, and say why", "Aborted: rank 1 of 2 ended"),
+    ],
+)
 def test_an_engine_of_several_ranks_that_fails(monkeypatch, tmp_path, how, text):
     monkeypatch.setattr(engines, "FAIL_AFTER_S", 0.2)
-    args = SimpleNamespace(
-        engines=1, gpus=2, layers=1, more={}, reserved_sms=2, adapter=SimpleNamespace(Engine=FailingEngine)
-    )
+    (tmp_path / engine_sglang.ERRORS).write_text("of an engine before\n")
+    args = SimpleNamespace(engines=1, gpus=2, layers=1, more={}, reserved_sms=2, adapter=FAILING)
     said, seconds = engines.failed(args, engines.Cell("olmoe:bf16:switchyard"), tmp_path, how)
     assert said == text and 0 < seconds < 60
 
 
 def test_an_engine_that_ends_too_early(monkeypatch, tmp_path):
     monkeypatch.setattr(FailingEngine, "generate", lambda self, prompts, tokens: 1 / 0)
-    args = SimpleNamespace(
-        engines=1, gpus=2, layers=1, more={}, reserved_sms=2, adapter=SimpleNamespace(Engine=FailingEngine)
-    )
+    args = SimpleNamespace(engines=1, gpus=2, layers=1, more={}, reserved_sms=2, adapter=FAILING)
     with pytest.raises(RuntimeError, match="ended before the last rank was to fail: ZeroDivisionError"):
         engines.failed(args, engines.Cell("olmoe:bf16:switchyard"), tmp_path, "kill")
 

@@ -85,9 +85,10 @@ def test_what_a_server_cannot_have_is_refused(run):
         assert values(lines, "architecture") == ["Qwen3MoeForCausalLM"]
 
 
+@pytest.mark.parametrize("where", ["pass", "agreement"])
 @pytest.mark.parametrize("how", ["SIGKILL", "SIGSTOP"])
-def test_a_rank_that_fails_is_named(run, how):
-    ranks = run(how, failing=1)
+def test_a_rank_that_fails_is_named(run, how, where):
+    ranks = run(f"{how}-{where}", failing=1)
     assert values(ranks[0], "kind") in (["Timeout"], ["Aborted"])
     assert "rank 1" in values(ranks[0], "failure")[0]
 
