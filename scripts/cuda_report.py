@@ -3,11 +3,11 @@
 
     scripts/cuda_report.py [--cuobjdump PATH] [--times FILE]... [--require INSTRUCTION]... LIBRARY
 
-Fails (exit code 1) if any kernel has a stack frame, or an instruction that loads from or stores to
-local memory: the kernels are written to keep everything in registers and shared memory, and a spill
-in an inner loop costs more than anything else on this page. Fails, too, if no kernel has an
-instruction that is required, by its full name. `cmake --build build --target cuda_report` runs it on
-what was built.
+Fails (exit code 1) if any kernel has a stack frame or local memory: the kernels are written to keep
+everything in registers and shared memory, and a spill in an inner loop costs more than anything else
+on this page. Fails, too, if no kernel has an instruction that is required, by its full name; only then
+code is disassembled, which takes most of a minute. `cmake --build build --target cuda_report` runs it
+on what was built.
 """
 
 import argparse
@@ -15,17 +15,17 @@ import csv
 import os
 import re
 import shutil
+import struct
 import subprocess
 import sys
+import tempfile
 
-INSTRUCTION_BYTES = 16  # of every architecture since Volta
 
-
-def run(command):
+def run(command, directory=None):
     # cuobjdump looks for nvdisasm on the path.
     path = os.pathsep.join([os.path.dirname(command[0]), os.environ.get("PATH", "")])
     try:
-        return subprocess.run(command, check=True, capture_output=True, text=True,
+        return subprocess.run(command, check=True, capture_output=True, text=True, cwd=directory,
                               env={**os.environ, "PATH": path}).stdout
     except FileNotFoundError:
         sys.exit(f"cuda_report: {command[0]} was not found; it comes with the CUDA toolkit "
@@ -47,20 +47,33 @@ def resources(cuobjdump, library):
     return kernels
 
 
-def code(cuobjdump, library):
-    """{kernel: (bytes, [instructions on local memory], {names of instructions})}"""
+def sections(image):
+    """[(name, bytes)] of an ELF file of 64 bits."""
+    table, = struct.unpack_from("<Q", image, 40)
+    entry, count, of_names = struct.unpack_from("<3H", image, 58)
+    heads = [struct.unpack_from("<IIQQQQ", image, table + i * entry) for i in range(count)]
+    names = heads[of_names][4]
+    return [(image[names + head[0]:image.index(b"\0", names + head[0])].decode(), head[5]) for head in heads]
+
+
+def sizes(cuobjdump, library):
+    """{kernel: bytes of its code}"""
+    with tempfile.TemporaryDirectory() as directory:
+        run([cuobjdump, "--extract-elf", "all", os.path.abspath(library)], directory)
+        images = [open(os.path.join(directory, name), "rb").read() for name in os.listdir(directory)]
+    return {name[len(".text."):]: size for image in images for name, size in sections(image) if name.startswith(".text.")}
+
+
+def instructions(cuobjdump, library):
+    """{kernel: {names of instructions}}"""
     kernels = {}
     name = None
     for line in run([cuobjdump, "--dump-sass", library]).splitlines():
         if match := re.match(r"\s*Function : (\S+)", line):
             name = match[1]
-            kernels[name] = (0, [], set())
-        elif match := re.match(r"\s*/\*([0-9a-f]{4,})\*/\s+(.*?);", line):
-            _, local, names = kernels[name]
-            kernels[name] = (int(match[1], 16) + INSTRUCTION_BYTES, local, names)
-            names.add(re.sub(r"^@!?U?P\w+\s+", "", match[2]).split()[0])
-            if re.search(r"\b(LDL|STL)\b", match[2]):
-                local.append(f"{match[1]}: {match[2].strip()}")
+            kernels[name] = set()
+        elif match := re.match(r"\s*/\*[0-9a-f]{4,}\*/\s+(.*?);", line):
+            kernels[name].add(re.sub(r"^@!?U?P\w+\s+", "", match[1]).split()[0])
     return kernels
 
 
@@ -105,33 +118,29 @@ def main():
     arguments = parser.parse_args()
 
     used = resources(arguments.cuobjdump, arguments.library)
-    compiled = code(arguments.cuobjdump, arguments.library)
-    if set(used) != set(compiled):
-        sys.exit(f"cuda_report: cuobjdump lists other kernels with --dump-sass than with "
-                 f"--dump-resource-usage: {sorted(set(used) ^ set(compiled))}")
     if not used:
         sys.exit(f"cuda_report: there are no kernels in {arguments.library}")
+    compiled = sizes(arguments.cuobjdump, arguments.library)
+    if set(used) != set(compiled):
+        sys.exit(f"cuda_report: cuobjdump extracts other kernels than it lists: {sorted(set(used) ^ set(compiled))}")
     names = demangled(sorted(used))
     print(f"{'registers':>9} {'stack':>6} {'local':>6} {'shared':>7} {'SASS':>10}  kernel")
     failures = []
     for name in sorted(used):
         usage = used[name]
-        size, local, _ = compiled[name]
         print(f"{usage['REG']:>9} {usage['STACK']:>6} {usage['LOCAL']:>6} {usage['SHARED']:>7} "
-              f"{size / 1024:>6.1f} KiB  {names[name]}")
+              f"{compiled[name] / 1024:>6.1f} KiB  {names[name]}")
         if usage["STACK"] or usage["LOCAL"]:
             failures.append(f"{names[name]}: stack frame of {usage['STACK']} bytes, "
                             f"{usage['LOCAL']} bytes of local memory")
-        if local:
-            failures.append(f"{names[name]}: {len(local)} accesses to local memory, the first at "
-                            f"{local[0]}")
-    print(f"{len(used)} kernels, {sum(size for size, _, _ in compiled.values()) / 1024:.1f} KiB of SASS; "
+    print(f"{len(used)} kernels, {sum(compiled.values()) / 1024:.1f} KiB of SASS; "
           f"{os.path.basename(arguments.library)} is "
           f"{os.path.getsize(arguments.library) / 2**20:.1f} MiB")
     for path in arguments.times:
         print_times(path)
+    found = instructions(arguments.cuobjdump, arguments.library) if arguments.require else {}
     for instruction in arguments.require:
-        having = [names[name] for name, (_, _, found) in sorted(compiled.items()) if instruction in found]
+        having = [names[name] for name in sorted(found) if instruction in found[name]]
         print(f"{instruction}: in {', '.join(having) or 'no kernel'}")
         if not having:
             failures.append(f"no kernel has {instruction}")

@@ -128,7 +128,7 @@ import sys, types
 from vllm_ranks import on_cpus
 on_cpus()
 import switchyard
-from switchyard import _vllm_ranks
+from switchyard import _serving, _vllm_ranks
 
 class Later:
     def get_output(self):
@@ -154,7 +154,8 @@ class World:
 
 dp_utils = types.SimpleNamespace(_run_ar=met.append)
 sys.modules["vllm.v1.worker.dp_utils"] = dp_utils
-ranks = types.SimpleNamespace(world=World())
+ranks = _serving.Ranks(World(), None)
+ranks._met = True
 failed, asked = [], []
 def check():
     asked.append(1)
