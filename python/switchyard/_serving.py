@@ -295,7 +295,7 @@ class Ranks:
         """A collective of a server's own that does not wait longer than the deadline, and names the rank which is lost.
 
         A group of torch.distributed waits for minutes and says who closed a connection at best. So the ranks of the
-        world meet before it. All ranks call it equally often.
+        world meet before it. All ranks call it equally often. What this has returned before is returned as it is.
 
         Parameters
         ----------
@@ -311,6 +311,9 @@ class Ranks:
             If a rank's process has ended.
         """
 
+        if hasattr(agree, "_switchyard_meets"):
+            return agree
+
         @functools.wraps(agree)
         def agreeing(*arguments: Any, **named: Any) -> Any:
             if serves():
@@ -325,6 +328,7 @@ class Ranks:
                     raise lost from failure
                 raise
 
+        agreeing._switchyard_meets = True  # type: ignore[attr-defined]
         return agreeing
 
     def refuse_placement(self, num_experts: int, expert_map: Any) -> None:

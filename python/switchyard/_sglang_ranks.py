@@ -103,7 +103,7 @@ def watch_results() -> None:
     replay of a graph, which calls no layer.
     """
     scheduler = getattr(sys.modules.get("sglang.srt.managers.scheduler"), "Scheduler", None)
-    if scheduler is not None and not hasattr(scheduler.process_batch_result, "__wrapped__"):
+    if scheduler is not None and not hasattr(scheduler.process_batch_result, "_switchyard_watches"):
         scheduler.process_batch_result = watched(scheduler.process_batch_result)
 
 
@@ -114,7 +114,7 @@ def watch_agreement(ranks: Ranks) -> None:
     """
     module = sys.modules.get("sglang.srt.managers.scheduler_components.dp_attn")
     info = getattr(module, "MLPSyncBatchInfo", None)
-    if info is not None and not hasattr(info.all_gather, "__wrapped__"):
+    if info is not None:
         info.all_gather = ranks.meeting_first(info.all_gather)
 
 
@@ -129,4 +129,5 @@ def watched(process: Any) -> Any:
         check_passes()
         return process(scheduler, batch, result)
 
+    watching._switchyard_watches = True  # type: ignore[attr-defined]
     return watching

@@ -181,7 +181,7 @@ def watch_steps(ranks: Ranks) -> None:
     for name, function in _AGREEMENTS:
         there = sys.modules.get(name)
         agree = getattr(there, function, None)
-        if agree is not None and not hasattr(agree, "__wrapped__"):
+        if agree is not None:
             setattr(there, function, ranks.meeting_first(agree, serves=lambda: _serves))
 
 

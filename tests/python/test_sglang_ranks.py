@@ -2,7 +2,9 @@
 blocks of Qwen3, Qwen2, GLM and DeepSeek in processes, with its groups over gloo, on the CPU engine, where SGLang (0.5.16,
 0.5.23) can be imported. No GPU is used, and no server is started. What needs no SGLang always runs."""
 
+import functools
 import importlib.util
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -94,12 +96,21 @@ def test_a_rank_that_fails_is_named(run, how, where):
 
 
 def test_a_failed_pass_is_raised_before_its_tokens_are_used(run, monkeypatch):
+    """SGLang's method is decorated, and every layer asks for it to be watched."""
     from switchyard import _sglang_ranks
 
     seen = []
+
+    class Scheduler:
+        @functools.wraps(print)
+        def process_batch_result(self, batch, result):
+            seen.append("used")
+
+    monkeypatch.setitem(sys.modules, "sglang.srt.managers.scheduler", SimpleNamespace(Scheduler=Scheduler))
     monkeypatch.setattr(_sglang_ranks, "check_passes", lambda: seen.append("checked"))
-    process = _sglang_ranks.watched(lambda scheduler, batch, result: seen.append("used"))
+    for _ in range(2):
+        _sglang_ranks.watch_results()
     there = SimpleNamespace(synchronize=lambda: seen.append("there"))
-    process(None, None, SimpleNamespace(copy_done=there))
-    process(None, None, SimpleNamespace())
+    Scheduler().process_batch_result(None, SimpleNamespace(copy_done=there))
+    Scheduler().process_batch_result(None, SimpleNamespace())
     assert seen == ["there", "checked", "used", "checked", "used"]
