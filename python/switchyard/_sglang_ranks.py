@@ -23,6 +23,7 @@ from ._values import count_text
 from .errors import Unsupported
 
 _STANDS_FOR = moe_utils.MoeA2ABackend.FLASHINFER
+_SCHEDULER = "sglang.srt.managers.scheduler"
 
 
 def stand_in(options: Options, expert_ranks: int, tensor_ranks: int) -> None:
@@ -96,13 +97,24 @@ def architecture() -> str | None:
         return None
 
 
+def of_scheduler(module: str, name: str) -> Any:
+    """A class that SGLang's schedulers use. None outside of their processes."""
+    found = getattr(sys.modules.get(module), name, None)
+    if found is None and _SCHEDULER in sys.modules:
+        raise Unsupported(
+            f"expert_parallel is 'fused', but this SGLang has no {module}.{name}, so nobody would notice ranks that "
+            "fail; serve with expert_parallel 'local'"
+        )
+    return found
+
+
 def watch_results() -> None:
     """Let SGLang's scheduler raise what a pass failed with before it uses a step's tokens.
 
     Called in the scheduler's process, once its module is there. On GPUs a pass fails after its call, or in the
     replay of a graph, which calls no layer.
     """
-    scheduler = getattr(sys.modules.get("sglang.srt.managers.scheduler"), "Scheduler", None)
+    scheduler = of_scheduler(_SCHEDULER, "Scheduler")
     if scheduler is not None and not hasattr(scheduler.process_batch_result, "_switchyard_watches"):
         scheduler.process_batch_result = watched(scheduler.process_batch_result)
 
@@ -112,8 +124,7 @@ def watch_agreement(ranks: Ranks) -> None:
 
     All schedulers agree before each step, also without a request.
     """
-    module = sys.modules.get("sglang.srt.managers.scheduler_components.dp_attn")
-    info = getattr(module, "MLPSyncBatchInfo", None)
+    info = of_scheduler(f"{_SCHEDULER}_components.dp_attn", "MLPSyncBatchInfo")
     if info is not None:
         info.all_gather = ranks.meeting_first(info.all_gather)
 

@@ -113,4 +113,7 @@ def test_a_failed_pass_is_raised_before_its_tokens_are_used(run, monkeypatch):
     there = SimpleNamespace(synchronize=lambda: seen.append("there"))
     Scheduler().process_batch_result(None, SimpleNamespace(copy_done=there))
     Scheduler().process_batch_result(None, SimpleNamespace())
+    with pytest.raises(Unsupported, match="no sglang.srt.managers.scheduler_components.dp_attn.MLPSyncBatchInfo"):
+        monkeypatch.setitem(sys.modules, "sglang.srt.managers.scheduler_components.dp_attn", SimpleNamespace())
+        _sglang_ranks.watch_agreement(None)
     assert seen == ["there", "checked", "used", "checked", "used"]
