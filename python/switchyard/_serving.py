@@ -324,6 +324,8 @@ class Ranks:
             except RuntimeError as failure:
                 try:
                     self.world.barrier()
+                except Timeout:
+                    pass  # others do not come, because the failure is this rank's own
                 except Error as lost:
                     raise lost from failure
                 raise

@@ -1,6 +1,6 @@
 """What plugins of servers share under expert parallelism, on processes over gloo.
 
-    serving_ranks.py passes|late|lost|lost_within|stopped
+    serving_ranks.py passes|late|lost|lost_within|mistaken|stopped
 """
 
 import datetime
@@ -97,6 +97,22 @@ def lost_within(rank):
     failure = names_rank_1(lambda: agree(torch.ones(1)), switchyard.Aborted)
     assert isinstance(failure.__cause__, RuntimeError)
     os._exit(0)
+
+
+def mistaken(rank):
+    """A failure of rank 0's own is nobody else's."""
+    ranks = Ranks.of(dist.group.WORLD, deadline=2.0)
+    store = dist.distributed_c10d._get_default_store()
+    if rank == 1:
+        ranks.meeting_first(lambda: None)()
+        store.wait(["failed"], datetime.timedelta(seconds=60))
+        return
+    try:
+        ranks.meeting_first(lambda: torch.ones(2) + torch.ones(3))()
+        raise AssertionError("it did not fail")
+    except RuntimeError as failure:
+        assert "size of tensor" in str(failure), failure
+    store.set("failed", "1")
 
 
 def stopped(rank):

@@ -129,6 +129,6 @@ def test_a_kind_of_expert_parallelism_that_is_none_is_refused(given):
         Options.parse({"expert_parallel": given}, "options")
 
 
-@pytest.mark.parametrize("what", ["passes", "late", "lost", "lost_within", "stopped"])
+@pytest.mark.parametrize("what", ["passes", "late", "lost", "lost_within", "mistaken", "stopped"])
 def test_ranks_that_exchange_tokens_themselves(what):
     assert "agrees" in python(ROOT / "tests/python/serving_ranks.py", what).stdout
