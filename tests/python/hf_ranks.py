@@ -1,9 +1,9 @@
 """One rank of a model of transformers whose experts Switchyard runs over all ranks, for test_hf_parallel.py.
 torchrun's variables say which.
 
-    hf_ranks.py TOPOLOGY MODEL
+    hf_ranks.py TOPOLOGY MODEL[,MODEL...] [SIGNAL]
 
-It says what it saw in lines of JSON.
+It says what it saw in lines of JSON, of each model behind a line with its name.
 """
 
 import copy
@@ -182,22 +182,23 @@ def say_who_failed(model, name, rank, ranks, how):
 
 
 def main():
-    name, model_name, *how = sys.argv[1:]
+    name, models, *how = sys.argv[1:]
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=120))
     options = {} if name == "tp" else {"max_tokens": MOST // (2 if name == "tp_dp" else 1)}
     switchyard.register_with_transformers(num_threads=1, deadline=DEADLINE if how else 60.0, **options)
-    single = made(model_name)
-    model = distributed(copy.deepcopy(single), topology(name, model_name, ranks))
-    experts = model.model.layers[0].mlp.experts
-    say(shard=list(experts.down_proj.to_local().shape), experts=experts.num_experts)
-    if how:
-        say_who_failed(model, name, rank, ranks, *how)
-    say_errors(model, single, name, rank)
-    say_more(model, single, name, rank)
-    say_gradient(model, single, name, rank)
-    dist.barrier()
+    for model_name in models.split(","):
+        single = made(model_name)
+        model = distributed(copy.deepcopy(single), topology(name, model_name, ranks))
+        experts = model.model.layers[0].mlp.experts
+        say(model=model_name, shard=list(experts.down_proj.to_local().shape), experts=experts.num_experts)
+        if how:
+            say_who_failed(model, name, rank, ranks, *how)
+        say_errors(model, single, name, rank)
+        say_more(model, single, name, rank)
+        say_gradient(model, single, name, rank)
+        dist.barrier()
     dist.destroy_process_group()
 
 
