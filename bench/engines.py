@@ -37,7 +37,6 @@ import multiprocessing
 import os
 import pathlib
 import statistics
-import subprocess
 import sys
 import tempfile
 import threading
@@ -46,7 +45,7 @@ import time
 import engine_models
 from engine_models import DECODE_PROMPT, prompts_of
 from engine_ranks import TOPOLOGIES, in_processes, joined_times
-from result_rows import merge
+from result_rows import commit_here, merge
 from script_arguments import command_of, numbers
 
 SKIPPED = 77
@@ -359,9 +358,7 @@ def main():
     except ImportError as error:
         print(f"engines: {error}", file=sys.stderr)
         sys.exit(SKIPPED)
-    commit = args.commit or subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True
-    ).stdout.strip()
+    commit = args.commit or commit_here()
     directory, one = tempfile.mkdtemp(), argparse.Namespace(**vars(args) | {"gpus": 1, "engines": 1})
     wrong, rows, expected, references = False, [], {}, {}
     for cell in args.cells:

@@ -19,6 +19,8 @@ import subprocess
 import sys
 import tempfile
 
+from result_rows import commit_here
+
 # kind, executable, test, the variable that says how many trials
 KINDS = [
     ("layers, chaotic network", "hosts_chaos_test", "HostsChaos.LayersHaveTheBitsOfOneHost", "SWITCHYARD_CHAOS_SEEDS"),
@@ -75,7 +77,7 @@ def main():
     parser.add_argument("--only", default="", help="only kinds whose name has this in it")
     parser.add_argument("--sanitizer", default="", help="what the build has: thread or address")
     options = parser.parse_args()
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+    commit = commit_here()
     rows = json.loads(options.json.read_text()) if options.json.exists() else []
     failed = False
     for kind, executable, test, variable in KINDS:

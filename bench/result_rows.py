@@ -1,13 +1,24 @@
 """Files of results that scripts beside `switchyard bench` write."""
 
 import json
+import pathlib
 import re
+import shutil
+import subprocess
 
 
 def percentile(values, share):
     """Nearest rank, as in rows of the command."""
     ordered = sorted(values)
     return ordered[max(0, -(-int(share * 1000) * len(ordered) // 1000) - 1)]
+
+
+def commit_here():
+    """This tree's, for rows. "unknown" where there is no git, or no repository."""
+    if not shutil.which("git"):
+        return "unknown"
+    words = ["git", "-C", pathlib.Path(__file__).parent, "rev-parse", "--short", "HEAD"]
+    return subprocess.run(words, capture_output=True, text=True, check=False).stdout.strip() or "unknown"
 
 
 def card_of(machine):

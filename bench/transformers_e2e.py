@@ -30,7 +30,6 @@ import math
 import os
 import pathlib
 import statistics
-import subprocess
 import sys
 import time
 import zlib
@@ -39,6 +38,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import transformers
+from result_rows import commit_here
 
 BLOCK = 128
 
@@ -450,9 +450,7 @@ def main() -> None:
     machine = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
     if RANKS > 1:
         machine, command = f"{RANKS} x {machine}", f"torchrun --nproc-per-node {RANKS} {command}"
-    commit = args.commit or subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True
-    ).stdout.strip()
+    commit = args.commit or commit_here()
     about = {"machine": machine, "commit": commit, "command": command}
     about |= {"torch": torch.__version__, "transformers": transformers.__version__}
     if RANKS > 1:

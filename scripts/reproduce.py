@@ -28,6 +28,7 @@ from generated import ROOT
 
 sys.path += [str(ROOT / "lab"), str(ROOT / "bench")]
 
+from result_rows import commit_here
 from result_tables.evidence import EXTRACTORS, Measured
 
 HEADINGS = {"thesis": "FlashDMoE, the thesis", "ramp": "RaMP", "astero": "AsteroMoE", "all-to-all": "The all-to-all text"}
@@ -105,13 +106,6 @@ def count_gpus():
         return 0
     listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False)
     return sum(line.startswith("GPU ") for line in listed.stdout.splitlines()) if listed.returncode == 0 else 0
-
-
-def commit_here():
-    if not shutil.which("git"):
-        return "unknown"
-    found = subprocess.run(["git", "-C", ROOT, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    return found.stdout.strip() or "unknown"
 
 
 def steps_of(args):
