@@ -46,9 +46,8 @@ import engine_models
 from engine_models import DECODE_PROMPT, prompts_of
 from engine_ranks import TOPOLOGIES, in_processes, joined_times
 from result_rows import commit_here, merge
-from script_arguments import command_of, numbers
+from script_arguments import SKIPPED, command_of, numbers
 
-SKIPPED = 77
 FAIL_AFTER_S = 5.0
 LENGTHS = (1, 2, 3, 5, 8, 13, 21, 34, 64, 100, 128, 200, 256, 400, 513, 700, 1000, 1500, 2048)
 KEY = ("suite", "engine", "version", "machine", "model", "layers", "dtype", "backend", "topology", "batch", "prompt")

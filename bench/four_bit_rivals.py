@@ -44,13 +44,12 @@ import types
 
 from result_rows import card_of, merge, percentile, write
 from rival_timing import LeftOut, Wrong, rotation_of, timed
-from script_arguments import command_of, numbers, parser_of
+from script_arguments import SKIPPED, command_of, numbers, parser_of
 from torch_chain import CUDA, DEVICE, Clock, machine, relative_error  # which ends with 77 without PyTorch
 
 import torch
 import torch.nn.functional as F
 
-SKIPPED = 77
 KEY = ["suite", "rival", "model", "experts", "tokens", "weights", "tokens_in"]
 GROUP = 32  # columns that share a scale
 FP8 = torch.float8_e4m3fn

@@ -2,6 +2,8 @@
 
 import argparse
 
+SKIPPED = 77  # how a script ends where something is not there that it needs
+
 
 def parser_of(text):
     """A parser whose help is `text`, lines as they are."""

@@ -24,13 +24,10 @@ import sys
 import tempfile
 
 from result_rows import merge
-from script_arguments import numbers, parser_of
+from script_arguments import SKIPPED, numbers, parser_of
 
 STAGES = ("memory", "utilisation")
 KEY = ("machine", "hidden", "intermediate", "experts", "top_k", "ranks", "tokens_per_rank")
-
-
-SKIPPED = 77
 
 
 class Failed(Exception):
@@ -157,16 +154,14 @@ def parse(words):
 
 def main():
     args = parse(sys.argv[1:])
-    failures, missing, machine = 0, 0, args.machine
+    problems, machine = [], args.machine
 
     def attempt(make, path, text):
         """Keeps the row that `make` returns, or tells why there is none."""
-        nonlocal failures, missing
         try:
             row = make()
         except Failed as problem:
-            failures += not isinstance(problem, NotBuilt)
-            missing += isinstance(problem, NotBuilt)
+            problems.append(problem)
             print(f"thesis_tables: {problem}", file=sys.stderr, flush=True)
             return None
         merge(path, [row], KEY)
@@ -187,7 +182,9 @@ def main():
     if "utilisation" in args.stages:
         attempt(lambda: utilisation_row(args, args.traced_tokens, args.traced_experts, machine), args.utilisation_json,
                 utilisation_text)
-    return 1 if failures else SKIPPED if missing else 0
+    if all(isinstance(problem, NotBuilt) for problem in problems):
+        return SKIPPED if problems else 0
+    return 1
 
 
 if __name__ == "__main__":

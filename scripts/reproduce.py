@@ -30,6 +30,7 @@ sys.path += [str(ROOT / "lab"), str(ROOT / "bench")]
 
 from result_rows import commit_here
 from result_tables.evidence import EXTRACTORS, Measured
+from script_arguments import SKIPPED
 
 HEADINGS = {"thesis": "FlashDMoE, the thesis", "ramp": "RaMP", "astero": "AsteroMoE", "all-to-all": "The all-to-all text"}
 TITLES = {**HEADINGS, "engines": "Serving engines"}
@@ -40,9 +41,6 @@ ENGINES_NOTE = "This is no text of the four: theirs is the time of the engine's 
 class Step:
     words: list  # the command line
     needs: tuple = ()  # modules of Python
-
-
-SKIPPED = 77  # how programs of bench/ end where something is not there that they need
 
 
 # The steps that measure, for processors and for GPUs.
@@ -150,9 +148,8 @@ def run_steps(args):
             print(f"\n== {text}: {name}", flush=True)
             try:
                 done = subprocess.run(step.words, env=environment, timeout=args.limit, check=False)
-                said = f"Failed, ended with {done.returncode}" if done.returncode else ""
-                if done.returncode == SKIPPED:
-                    said = "Not all of it was run, because this build or machine lacks something, as the program said"
+                lacks = "Not all of it was run, because this build or machine lacks something, as the program said"
+                said = {0: "", SKIPPED: lacks}.get(done.returncode, f"Failed, ended with {done.returncode}")
             except subprocess.TimeoutExpired:
                 said = f"Failed, took longer than --limit {args.limit:g} s"
             if said:

@@ -306,11 +306,10 @@ class Ranks:
         Raises
         ------
         Timeout
-            From the collective: if a rank does not come within the deadline.
+            The returned function raises it if a rank does not come within the deadline.
         Aborted
-            If a rank's process has ended.
+            It raises this if a rank's process has ended.
         """
-
         if hasattr(agree, "_switchyard_meets"):
             return agree
 

@@ -115,7 +115,7 @@ def watch_results() -> None:
     replay of a graph, which calls no layer.
     """
     scheduler = of_scheduler(_SCHEDULER, "Scheduler")
-    if scheduler is not None and not hasattr(scheduler.process_batch_result, "_switchyard_watches"):
+    if scheduler is not None:
         scheduler.process_batch_result = watched(scheduler.process_batch_result)
 
 
@@ -131,6 +131,8 @@ def watch_agreement(ranks: Ranks) -> None:
 
 def watched(process: Any) -> Any:
     """A scheduler's process_batch_result() that first waits for the results, and raises what passes failed with."""
+    if hasattr(process, "_switchyard_watches"):
+        return process
 
     @functools.wraps(process)
     def watching(scheduler: Any, batch: Any, result: Any) -> Any:

@@ -77,7 +77,7 @@ def launched(ranks, script, *words, failing=None, timeout=300):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    where = dict(WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1")
+    where = dict(WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     command = [sys.executable, *map(str, (script, *words))]
     processes = [
         subprocess.Popen(
