@@ -24,6 +24,7 @@ from .errors import Unsupported
 
 _STANDS_FOR = moe_utils.MoeA2ABackend.FLASHINFER
 _SCHEDULER = "sglang.srt.managers.scheduler"
+_AGREEMENT, _REQUESTS = (f"{_SCHEDULER}_components.{name}" for name in ("dp_attn", "request_receiver"))
 
 
 def stand_in(options: Options, expert_ranks: int, tensor_ranks: int) -> None:
@@ -67,7 +68,7 @@ def ranks_of(options: Options) -> Ranks:
             f"of {parallel.moe_ep_size} of expert parallelism; serve with expert_parallel 'local'"
         )
     watch_results()
-    watch_agreement(ranks)
+    watch_schedulers(ranks)
     return ranks
 
 
@@ -98,7 +99,7 @@ def architecture() -> str | None:
 
 
 def of_scheduler(module: str, name: str) -> Any:
-    """A class that SGLang's schedulers use. None outside of their processes."""
+    """A class or function that SGLang's schedulers use. None outside of their processes."""
     found = getattr(sys.modules.get(module), name, None)
     if found is None and _SCHEDULER in sys.modules:
         raise Unsupported(
@@ -119,14 +120,18 @@ def watch_results() -> None:
         scheduler.process_batch_result = watched(scheduler.process_batch_result)
 
 
-def watch_agreement(ranks: Ranks) -> None:
-    """Let the schedulers' agreement on a step name a rank that has stopped or ended.
+def watch_schedulers(ranks: Ranks) -> None:
+    """Let what schedulers wait in for each other name a rank that has stopped or ended.
 
-    All schedulers agree before each step, also without a request.
+    All schedulers hand requests on and agree before each step, also without a request. With gloo the one that hands
+    requests on waits for those that receive them.
     """
-    info = of_scheduler(f"{_SCHEDULER}_components.dp_attn", "MLPSyncBatchInfo")
+    info = of_scheduler(_AGREEMENT, "MLPSyncBatchInfo")
     if info is not None:
         info.all_gather = ranks.meeting_first(info.all_gather)
+    hand_on = of_scheduler(_REQUESTS, "broadcast_pyobj")
+    if hand_on is not None:
+        sys.modules[_REQUESTS].broadcast_pyobj = ranks.meeting_first(hand_on)  # type: ignore[attr-defined]
 
 
 def watched(process: Any) -> Any:

@@ -1,7 +1,9 @@
 """One rank of SGLang's data-parallel attention with experts over all ranks, which Switchyard exchanges tokens for, as a
 server on CPUs makes its blocks: for test_sglang_ranks.py. torchrun's variables say which rank.
 
-    sglang_ranks.py DIRECTORY passes|refusals|SIGKILL-pass|SIGSTOP-pass|SIGKILL-agreement|SIGSTOP-agreement
+    sglang_ranks.py DIRECTORY passes|refusals|HOW-WHERE
+
+HOW is the signal by which the last rank fails, SIGKILL or SIGSTOP, and WHERE is pass, agreement or requests.
 
 It says what it saw in lines of JSON.
 """
@@ -282,8 +284,9 @@ def refusals(rank, ranks):
 
 @torch.no_grad()
 def who_failed(rank, ranks, how, where):
-    """The last rank ends, or stops, before its third pass, or before the schedulers agree on their third step."""
+    """The last rank ends, or stops, before its third pass, or before what schedulers wait in for their third step."""
     from sglang.srt import runtime_context
+    from sglang.srt.managers.scheduler_components import request_receiver
     from sglang.srt.managers.scheduler_components.dp_attn import MLPSyncBatchInfo
 
     block, _ = qwen3()
@@ -291,10 +294,16 @@ def who_failed(rank, ranks, how, where):
     counts = [name for name, field in MLPSyncBatchInfo.__dataclass_fields__.items() if field.default is dataclasses.MISSING]
     sizes = {"dp_size": ranks, "num_dp_ranks": ranks, "tp_size": 1, "cp_size": 1}
 
+    group = runtime_context.get_parallel().tp_group
+
     def agree():
         info = MLPSyncBatchInfo(**{name: sizes.get(name, rank) for name in counts})
-        info.all_gather("cpu", runtime_context.get_parallel().tp_group.cpu_group)
+        info.all_gather("cpu", group.cpu_group)
         assert info.global_num_tokens == list(range(ranks))
+
+    def hand_on():
+        given = [["a request"] if rank == 0 else [], group.rank, group.cpu_group]
+        assert request_receiver.broadcast_pyobj(*given, src=group.ranks[0]) == ["a request"]
 
     def compute():
         block(x)
@@ -304,7 +313,7 @@ def who_failed(rank, ranks, how, where):
         for step in range(5):
             if step == 2 and rank == ranks - 1:
                 os.kill(os.getpid(), getattr(signal, how))
-            {"pass": compute, "agreement": agree}[where]()
+            {"pass": compute, "agreement": agree, "requests": hand_on}[where]()
     except switchyard.Error as failure:
         say(failure=str(failure), kind=type(failure).__name__)
     os._exit(0)  # groups end with all ranks

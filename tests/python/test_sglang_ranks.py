@@ -87,7 +87,7 @@ def test_what_a_server_cannot_have_is_refused(run):
         assert values(lines, "architecture") == ["Qwen3MoeForCausalLM"]
 
 
-@pytest.mark.parametrize("where", ["pass", "agreement"])
+@pytest.mark.parametrize("where", ["pass", "agreement", "requests"])
 @pytest.mark.parametrize("how", ["SIGKILL", "SIGSTOP"])
 def test_a_rank_that_fails_is_named(run, how, where):
     ranks = run(f"{how}-{where}", failing=1)
@@ -115,5 +115,5 @@ def test_a_failed_pass_is_raised_before_its_tokens_are_used(run, monkeypatch):
     Scheduler().process_batch_result(None, SimpleNamespace())
     with pytest.raises(Unsupported, match="no sglang.srt.managers.scheduler_components.dp_attn.MLPSyncBatchInfo"):
         monkeypatch.setitem(sys.modules, "sglang.srt.managers.scheduler_components.dp_attn", SimpleNamespace())
-        _sglang_ranks.watch_agreement(None)
+        _sglang_ranks.watch_schedulers(None)
     assert seen == ["there", "checked", "used", "checked", "used"]
