@@ -231,14 +231,16 @@ enum {
   SY_GELU_TANH = 2,  // 0.5 v (1 + tanh(sqrt(2 / pi) (v + 0.044715 v^3)))
   SY_RELU = 3,       // max(v, 0)
   SY_RELU2 = 4,      // max(v, 0)^2
-  SY_IDENTITY = 5
+  SY_IDENTITY = 5,
+  SY_SITU = 6  // alpha tanh(v / alpha) sigmoid(v), gated only; SY_UNSUPPORTED on GPUs
 };
 
-// Gated: h = f(min(g, limit)) * (clamp(u, -limit, limit) + up_bias). Plain: h = f(u).
+// Gated: h = f(min(g, limit)) * (clamp(u, -limit, limit) + up_bias), or of SY_SITU
+// h = f(g) * (limit tanh(u / limit) + up_bias). Plain: h = f(u).
 typedef struct sy_activation {
   sy_activation_kind kind;
   int32_t gated;
-  float alpha;  // SY_SILU only
+  float alpha;  // SY_SILU and SY_SITU only
   float limit;  // INFINITY: none
   float up_bias;
   uint32_t reserved;  // 0

@@ -22,15 +22,18 @@ enum class ActivationKind : std::uint8_t {
   kRelu,      // max(v, 0)
   kRelu2,     // max(v, 0)^2
   kIdentity,
+  kSitu,  // alpha tanh(v / alpha) sigmoid(v), gated only: Kimi-K3, Inkling 2. Not on GPUs.
 };
 
 // Gated FFN:  h = f(min(g, limit)) * (clamp(u, -limit, limit) + up_bias)   (SwiGLU, GeGLU, ...;
 //             GPT-OSS: alpha 1.702, limit 7, up_bias 1; DeepSeek-V4: limit 10).
+//             kSitu approaches the limit instead: h = f(g) * (limit tanh(u / limit) + up_bias);
+//             Kimi-K3: alpha 4, limit 25.
 // Plain FFN:  h = f(u).
 struct Activation {
   ActivationKind kind = ActivationKind::kSilu;
   bool gated = true;
-  float alpha = 1.0f;  // kSilu only
+  float alpha = 1.0f;  // kSilu and kSitu only
   float limit = std::numeric_limits<float>::infinity();
   float up_bias = 0.0f;
 

@@ -37,6 +37,7 @@ const char* activation_name(ActivationKind kind) {
     case ActivationKind::kRelu: return "relu";
     case ActivationKind::kRelu2: return "relu2";
     case ActivationKind::kIdentity: return "identity";
+    case ActivationKind::kSitu: return "situ";
   }
   return "unknown";
 }

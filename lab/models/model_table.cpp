@@ -36,7 +36,7 @@ constexpr const char* kKimiK2 = R"({
 //      divided by their sum. (This entry has a router of the latent space.)
 //   2. routed_expert_down_proj, 7168 -> 3584
 //   3. the routed experts: down(b tanh(g / b) sigmoid(g) * c tanh(u / c)), b = 4, c = 25: SiTU.
-//      (This entry has SiLU, which is its limit for large b and c; see docs/limits.md.)
+//      (This entry has SiLU, its limit for large b and c, because GPUs have no SiTU.)
 //   4. an RMSNorm of their weighted sum, and routed_expert_up_proj, 3584 -> 7168
 //   5. added to that the shared experts, one of 2 x 3072 in bf16 on the 7168 numbers, with SiTU
 // The keys below say the same of a layer of Kimi-K2's family, which config.json's reader knows, and

@@ -142,6 +142,10 @@ Real activate(const Activation& activation, Real v) {
       return positive * positive;
     }
     case ActivationKind::kIdentity: return v;
+    case ActivationKind::kSitu: {
+      const auto alpha = static_cast<Real>(activation.alpha);
+      return alpha * std::tanh(v / alpha) / (1 + std::exp(-v));
+    }
   }
   return v;
 }
@@ -150,6 +154,10 @@ template <typename Real>
 Real hidden_value(const Activation& activation, Real gate, Real up) {
   if (!activation.gated) return activate(activation, up);
   const auto limit = static_cast<Real>(activation.limit);
+  if (activation.kind == ActivationKind::kSitu) {
+    const Real bent = std::isfinite(limit) ? limit * std::tanh(up / limit) : up;
+    return activate(activation, gate) * (bent + static_cast<Real>(activation.up_bias));
+  }
   return activate(activation, std::min(gate, limit)) *
          (std::clamp(up, -limit, limit) + static_cast<Real>(activation.up_bias));
 }

@@ -10,7 +10,7 @@ from . import _abi
 from ._values import is_flag
 from .errors import InvalidArgument
 
-KINDS = ("silu", "gelu", "gelu_tanh", "relu", "relu2", "identity")
+KINDS = ("silu", "gelu", "gelu_tanh", "relu", "relu2", "identity", "situ")
 
 
 def is_real(value: object) -> bool:
@@ -28,18 +28,20 @@ class Activation:
     """The activation of an expert's feed-forward network.
 
     Gated: ``h = f(min(g, limit)) * (clamp(u, -limit, limit) + up_bias)``. Plain: ``h = f(u)``.
+    ``"situ"`` bends where others clamp: ``h = f(g) * (limit * tanh(u / limit) + up_bias)``.
 
     Parameters
     ----------
     kind : str
         ``"silu"`` (``v * sigmoid(alpha * v)``), ``"gelu"`` (with erf), ``"gelu_tanh"``, ``"relu"``,
-        ``"relu2"`` or ``"identity"``.
+        ``"relu2"``, ``"identity"`` or ``"situ"`` (``alpha * tanh(v / alpha) * sigmoid(v)``, with a gate;
+        on CPUs only).
     gated : bool
         SwiGLU, GeGLU and so on; False: one projection and no product.
     alpha : float
-        Factor inside ``"silu"``, which alone has one. GPT-OSS: 1.702.
+        Factor inside ``"silu"`` (GPT-OSS: 1.702), or what ``"situ"`` tends to (Kimi-K3: 4).
     limit : float
-        Clamps gate and up. GPT-OSS: 7, DeepSeek-V4: 10.
+        Clamps gate and up. GPT-OSS: 7, DeepSeek-V4: 10; of ``"situ"``, Kimi-K3: 25.
     up_bias : float
         Added to up. GPT-OSS: 1.
 
@@ -47,7 +49,8 @@ class Activation:
     ------
     InvalidArgument
         For a kind that is none of these, a number that is none or out of its range, or one that the
-        kind has no use for: alpha without ``"silu"``, limit and up_bias without a gate.
+        kind has no use for: alpha without ``"silu"`` or ``"situ"``, limit and up_bias without a gate, and
+        ``"situ"`` without one.
     """
 
     kind: str = "silu"
@@ -72,10 +75,12 @@ class Activation:
             raise InvalidArgument(
                 f"activation alpha is {self.alpha}; pass a finite number above 0 (1: plain SiLU)"
             )
-        if self.alpha != 1 and self.kind != "silu":
+        if self.alpha != 1 and self.kind not in ("silu", "situ"):
             raise InvalidArgument(
-                f"activation alpha is {self.alpha}, but only silu has one, not {self.kind}; leave it at 1"
+                f"activation alpha is {self.alpha}, but only silu and situ have one, not {self.kind}; leave it at 1"
             )
+        if self.kind == "situ" and not self.gated:
+            raise InvalidArgument("activation gated is False, but situ has a gate; pass gated=True")
         if not self.limit > 0:
             raise InvalidArgument(
                 f"activation limit is {self.limit}; pass a number above 0, or math.inf for no limit"

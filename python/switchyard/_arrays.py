@@ -11,7 +11,7 @@ from typing import Any, NoReturn, TypeVar
 
 from . import _abi
 from ._values import count_text
-from .errors import DTypeMismatch, InvalidArgument, ShapeMismatch
+from .errors import DTypeMismatch, InvalidArgument, ShapeMismatch, Unsupported
 
 # Outputs are of the kind of the inputs: checkers of types then know that a layer of tensors gives tensors.
 Array = TypeVar("Array")
@@ -207,6 +207,7 @@ def _describe_torch(name: str, array: Any, write: bool, packed: bool) -> tuple[_
         raise InvalidArgument(f"{name} is {array.layout}, not dense; pass a dense copy")
     if array.is_neg() or array.is_conj():
         raise InvalidArgument(f"{name} is a negated view; pass {name}.resolve_neg()")
+    refuse_untracked(name, array, write)
     dtype = _code_of(array.dtype, name, packed)
     try:
         data = array.data_ptr()
@@ -217,6 +218,46 @@ def _describe_torch(name: str, array: Any, write: bool, packed: bool) -> tuple[_
         ) from error
     kind = (_abi.CUDA, device.index or 0) if device.type == "cuda" else (_abi.CPU, 0)
     return _make(name, data, dtype, kind, array.shape, array.stride()), array
+
+
+def refuse_backward() -> NoReturn:
+    """Raise `Unsupported`: a gradient is asked for."""
+    raise Unsupported(
+        "Switchyard has no backward pass yet, but a gradient of its experts is asked for; run under "
+        "torch.no_grad() or torch.inference_mode(), detach its output, or train with another "
+        "implementation of the experts"
+    )
+
+
+def refuse_gradient(*arrays: Any) -> None:
+    """Raise `Unsupported` if a gradient of one of the arrays could be asked for."""
+    if any(is_torch(array) and array.requires_grad for array in arrays) and sys.modules["torch"].is_grad_enabled():
+        refuse_backward()
+
+
+def refuse_untracked(name: str, array: Any, write: bool = False) -> None:
+    """Refuse a tensor where torch follows what happens to it, which the library would not tell.
+
+    Raises
+    ------
+    Unsupported
+        If it is written and its gradient may be asked for, if it carries a tangent of forward-mode differentiation, or
+        while torch.jit traces.
+    """
+    torch = sys.modules["torch"]
+    if write and array.requires_grad and torch.is_grad_enabled():
+        raise Unsupported(
+            f"{name} requires a gradient, which would be wrong after it was written; pass {name}.detach(), or call "
+            "under torch.no_grad()"
+        )
+    forward_ad = torch.autograd.forward_ad
+    if getattr(forward_ad, "_current_level", -1) >= 0 and forward_ad.unpack_dual(array).tangent is not None:
+        raise Unsupported(
+            f"{name} has a tangent of torch.autograd.forward_ad, which the library would drop; pass its primal, or use "
+            "another implementation"
+        )
+    if torch.jit.is_tracing():
+        raise Unsupported(f"torch.jit traces, and would not see what happens to {name}; use torch.export or torch.compile")
 
 
 def _describe_numpy(name: str, array: Any, write: bool, packed: bool) -> tuple[_abi.Tensor, Any]:
@@ -240,9 +281,11 @@ def _capsule_of(name: str, array: Any) -> Any:
     # The capsule is not consumed: it frees its tensor when it goes.
     try:
         try:
-            return array.__dlpack__(max_version=(1, 0))
+            capsule = array.__dlpack__(max_version=(1, 0))
         except TypeError:  # older than versions
-            return array.__dlpack__()
+            capsule = array.__dlpack__()
+        _capsule_name(capsule)  # ValueError for what is none
+        return capsule
     except (BufferError, RuntimeError, TypeError, ValueError) as error:
         raise InvalidArgument(
             f"{name} is a {type(array).__name__} whose __dlpack__ refuses: {error}; pass a plain array"

@@ -36,7 +36,7 @@ def fingerprint(name: str, array: Any) -> Any:
         return None
     torch = sys.modules.get("torch")
     if torch and type(array) is torch.Tensor and array.is_cpu | array.is_cuda and array.layout is torch.strided:
-        return (array.data_ptr(), tuple(array.shape), array.stride(), array.dtype, array.device)
+        return (array.data_ptr(), tuple(array.shape), array.stride(), array.dtype, array.device, array.requires_grad)
     tensor, _ = _arrays.describe(name, array, packed=True)
     strides = tuple(tensor.strides[: tensor.ndim])
     return (tensor.data, _arrays.shape_of(tensor), strides, tensor.dtype, tensor.device_type, tensor.device_id)

@@ -12,7 +12,7 @@ from . import _abi, _arrays, _values
 from ._arrays import Array
 from ._handle import Owned, read_json
 from ._library import check, library
-from ._operators import _LAYOUTS, Layout, _layout, _refuse_gradient
+from ._operators import _LAYOUTS, Layout, _layout
 from ._values import count_text
 from ._weights import placement_of
 from ._world import World, checked_world
@@ -346,7 +346,7 @@ class Exchange(Owned):
         self, x: Any, ids: Any, weights: Any, x_scale: Any, handle: ExchangeHandle | None
     ) -> tuple[ExchangeHandle, _abi.DispatchInput, list[Any]]:
         """The handle, the call, and what must live until it is made."""
-        _refuse_gradient(x, weights)
+        _arrays.refuse_gradient(x, weights)
         if ids is None and handle is None:
             raise InvalidArgument("there are no ids, and no handle whose ids are reused; pass either")
         if handle is None:
@@ -527,7 +527,7 @@ class Exchange(Owned):
         self, rows: Any, handle: ExchangeHandle
     ) -> tuple[_abi.CombineInput, list[Any]]:
         """The call, and what must live until it is made."""
-        _refuse_gradient(rows)
+        _arrays.refuse_gradient(rows)
         _require_handle(handle)
         if len(getattr(rows, "shape", ())) == 3:
             rows = rows.reshape(-1, rows.shape[-1])

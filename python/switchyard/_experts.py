@@ -199,10 +199,7 @@ class Experts(Handle):
         """
         if self.routing is None:
             raise InvalidArgument("the layer was made without routing; pass it to Experts")
-        if _arrays.is_torch(x):
-            from ._torch import refuse_gradient
-
-            refuse_gradient(x, logits, *self._parameters)
+        _arrays.refuse_gradient(x, logits, *self._parameters)
         if out is None:
             out = self._new_out(x, x_scale, accumulate)
         self._run(

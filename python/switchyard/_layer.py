@@ -16,7 +16,7 @@ from ._arrays import Kept
 from ._library import check, library
 from ._passes import Handle, Stats
 from ._routing import Routing
-from ._torch import apply_without_backward, refuse_gradient
+from ._torch import apply_without_backward
 from ._watch import Watch
 from ._weights import weights_of
 from ._workspace import Workspace, choose_memory, world_of
@@ -313,7 +313,7 @@ class MoeLayer(torch.nn.Module):
                 hidden_states,
                 *self._weights,
             )
-        refuse_gradient(hidden_states, *self._weights)
+        _arrays.refuse_gradient(hidden_states, *self._weights)
         return self._forward(hidden_states, token_ids, ids_out, weights_out, out)
 
     def _forward(

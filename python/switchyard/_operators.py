@@ -43,14 +43,6 @@ def _rows_needed(layout: _abi.RowLayout, num_experts: int, rows: int) -> int:
     return needed.value
 
 
-def _refuse_gradient(*arrays: Any) -> None:
-    tensors = [array for array in arrays if _arrays.is_torch(array)]
-    if tensors:
-        from ._torch import refuse_gradient
-
-        refuse_gradient(*tensors)
-
-
 # ------------------------------------------------------------------------------- grouped GEMM
 
 
@@ -324,7 +316,7 @@ class GroupedGemm(Reader):
         Unsupported
             If a gradient is asked for: there is no backward pass.
         """
-        _refuse_gradient(x, row_weights, *self._parameters)
+        _arrays.refuse_gradient(x, row_weights, *self._parameters)
         call = _abi.GroupedGemmCall(x_layout=_layout("layout", layout))
         if out_layout is not None:
             call.out_layout = _layout("out_layout", out_layout)
@@ -352,6 +344,10 @@ class GroupedGemm(Reader):
             fp8 = call.x.dtype == _abi.F8_E4M3
             out = _arrays.empty(x, "x", (rows, self.output_columns), "bfloat16" if fp8 else None)
         put("ends", ends)
+        if x_scale is not None and call.x.dtype != _abi.F8_E4M3:
+            raise DTypeMismatch(
+                f"x_scale is given, but x is {_arrays.DTYPE_NAMES[call.x.dtype]}, which has no scales; leave it None"
+            )
         put("x_scale", x_scale)
         put("out", out, True)
         put("out_index", out_index)
@@ -440,7 +436,7 @@ def _cached(rows: int, w: Any, bias: Any, w_scale: Any, w_zero: Any, **options: 
         gemm._forget_arrays()
         gemm._parameters = []
         remember(key, gemm, (w,), small)
-    _refuse_gradient(*arrays)
+    _arrays.refuse_gradient(*arrays)
     return gemm
 
 
@@ -583,7 +579,7 @@ def unpermute(
     Unsupported
         For tensors on a GPU that the library does not run on, and if a gradient is asked for.
     """
-    _refuse_gradient(rows, weights)
+    _arrays.refuse_gradient(rows, weights)
     c_rows, keep_rows = _arrays.describe("rows", rows)
     c_positions, keep_positions = _arrays.describe("positions", positions)
     if c_rows.ndim != 2 or c_positions.ndim != 2:

@@ -24,6 +24,7 @@ _torch: Any = None
 _Tensor: Any = None
 _is_compiling: Any = None
 _is_dynamo_compiling: Any = None
+_is_tracing: Any = None
 _is_grad_enabled: Any = None
 _empty_like: Any = None
 _raw_stream: Any = None
@@ -32,7 +33,7 @@ _increment_version: Any = None
 
 def _use_torch() -> None:
     global _torch, _Tensor, _is_compiling, _is_dynamo_compiling, _is_grad_enabled, _empty_like, _raw_stream
-    global _increment_version
+    global _increment_version, _is_tracing
     if _torch is not None:
         return
     import torch
@@ -40,6 +41,7 @@ def _use_torch() -> None:
     _Tensor = torch.Tensor
     _is_compiling = torch.compiler.is_compiling
     _is_dynamo_compiling = torch.compiler.is_dynamo_compiling
+    _is_tracing = torch.jit.is_tracing
     _is_grad_enabled = torch.is_grad_enabled
     _empty_like = torch.empty_like
     # torch.autograd.graph.increment_version() without its checks of types.
@@ -406,6 +408,7 @@ class Handle(Reader):
             and type(topk_ids) is _Tensor
             and type(topk_weights) is _Tensor
             and not _is_dynamo_compiling()
+            and not _is_tracing()
             and self._fast is not None
             and x_scale is None
             and not accumulate
@@ -428,13 +431,16 @@ class Handle(Reader):
             return self._compiled(
                 x, topk_ids, topk_weights, x_scale, out, accumulate, scale, max_tokens_per_rank
             )
+        for name, tensor, write in (("x", x, False), ("topk_weights", topk_weights, False), ("out", out, True)):
+            if isinstance(tensor, _Tensor):
+                _arrays.refuse_untracked(name, tensor, write)
         if _is_grad_enabled() and (
             x.requires_grad
             or getattr(topk_weights, "requires_grad", False)
             or any(p.requires_grad for p in self._parameters)
         ):
             if out is not None:
-                _torch.refuse()
+                _arrays.refuse_backward()
             # A lambda here would make each of its names slower to read, in all calls.
             again = functools.partial(
                 self, x, topk_ids, topk_weights, x_scale=x_scale, accumulate=accumulate, scale=scale,

@@ -32,14 +32,19 @@ _MAGNITUDES = (
 
 def apply(activation: Activation, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """h, as the library computes it: see `Activation`."""
-    gate = gate.clamp(max=activation.limit)
-    up = up.clamp(-activation.limit, activation.limit)
+    limit = activation.limit
+    if activation.kind == "situ":
+        up = up if limit == math.inf else limit * torch.tanh(up / limit)
+    else:
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
     return _f(activation.kind, activation.alpha, gate) * (up + activation.up_bias)
 
 
 def _f(kind: str, alpha: float, v: torch.Tensor) -> torch.Tensor:
     if kind == "silu":
         return v * torch.sigmoid(alpha * v)
+    if kind == "situ":
+        return alpha * torch.tanh(v / alpha) * torch.sigmoid(v)
     if kind == "gelu":
         return torch.nn.functional.gelu(v)
     if kind == "gelu_tanh":
@@ -119,13 +124,23 @@ def gated(
     gate, up = _pairs(device)
     expected = apply_gate(gate, up)
 
-    def made(kind: str, alpha: float) -> Activation:
-        return Activation(kind, True, alpha, limit, up_bias)
+    def bends() -> list[tuple[str, bool, float, float, float]]:
+        """Arguments of SiTU, in which up is a line near 0 alone."""
+        step = 0.01
+        slope, steepest = ((at(gate, step) - at(gate, -step)) / (2 * step) for gate in (1, _FAR))
+        if slope == 0:
+            return []
+        bias = _rounded(at(1, 0) / slope) if abs(at(1, 0)) > 1e-6 else 0.0
+        highest = at(1, _FAR) / slope - bias
+        return [("situ", True, _rounded(steepest), math.inf if highest > 0.99 * _FAR else _rounded(highest), bias)]
 
     def error_of(activation: Activation) -> float:
         return _error(apply(activation, gate, up), expected, slack(gate, up))
 
-    best = _nearest(name, slope, made, error_of)
+    clamps = [(kind, True, alpha, limit, up_bias) for kind, alpha in _candidates(slope)]
+    best = _nearest(name, clamps + bends(), error_of)
+    if best.kind == "situ" and torch.device(device).type == "cuda":
+        raise Unsupported(f"{name}: its activation is SiTU, which is computed on CPUs only; run it with another implementation")
     for words, values in (("gate", (math.nan, 1)), ("up", (1, math.nan))):
         if not math.isnan(at(*values)):
             raise Unsupported(
@@ -137,15 +152,14 @@ def gated(
 
 def _nearest(
     name: str,
-    f1: float,
-    made: Callable[[str, float], Activation],
+    candidates: list[tuple[Any, ...]],
     error_of: Callable[[Activation], float],
 ) -> Activation:
-    """The candidate that gives what the module gives."""
+    """The activation of these arguments that gives what the module gives."""
     errors = {}
-    for kind, alpha in _candidates(f1):
+    for given in candidates:
         try:
-            activation = made(kind, alpha)
+            activation = Activation(*given)
         except InvalidArgument:  # numbers that no activation of this kind has
             continue
         errors[activation] = error_of(activation)
@@ -175,8 +189,7 @@ def plain(
     f1 = f(torch.ones(1, **_HOST).to(device)).item()
     best = _nearest(
         name,
-        f1,
-        lambda kind, alpha: Activation(kind, False, alpha),
+        [(kind, False, alpha) for kind, alpha in _candidates(f1)],
         lambda activation: _error(_f(activation.kind, activation.alpha, v), expected, slack(v, torch.ones_like(v))),
     )
     if not f(torch.full((1,), math.nan, **_HOST).to(device)).isnan().item():

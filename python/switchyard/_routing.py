@@ -189,8 +189,9 @@ def topk(
     ------
     InvalidArgument, DTypeMismatch, ShapeMismatch
     Unsupported
-        For tensors on a GPU that the library does not run on.
+        For tensors on a GPU that the library does not run on, and if a gradient is asked for.
     """
+    _arrays.refuse_gradient(logits, correction_bias)
     fields = tuple((name, value, type(value)) for name, value in routing.items())
     try:
         c_routing = _described(fields, correction_bias is not None)

@@ -60,6 +60,8 @@ def activation_of(config: Any) -> tuple[Activation, Order]:
         return Activation("silu", alpha=alpha, limit=limit, up_bias=1.0), order
     if name == "silu" and config.is_gated:
         return Activation("silu", limit=limit), "gate_up"
+    if name == "situ" and config.is_gated and alpha is not None and config.swiglu_limit is None:
+        return Activation("situ", alpha=alpha, limit=limit), "gate_up"
     if alpha is None and not limits:
         if name in ("gelu", "gelu_tanh") and config.is_gated:
             return Activation(name), "gate_up"
@@ -67,7 +69,7 @@ def activation_of(config: Any) -> tuple[Activation, Order]:
             return Activation(name, gated=False), "gate_up"
     raise Unsupported(
         f"activation {name!r} {'with' if config.is_gated else 'without'} a gate, gemm1_alpha {alpha} and "
-        f"limits {limits} is none that Switchyard has; it has silu, gelu and gelu_tanh with a gate, and "
+        f"limits {limits} is none that Switchyard has; it has silu, situ, gelu and gelu_tanh with a gate, and "
         "silu, gelu and relu2 without"
     )
 

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
+from ._arrays import refuse_backward
 from ._handle import live
-from .errors import InvalidArgument, Unsupported
-
-_NO_GRADIENT = (
-    "Switchyard has no backward pass yet, but a gradient of its experts is asked for; run under "
-    "torch.no_grad() or torch.inference_mode(), detach its output, or train with another "
-    "implementation of the experts"
-)
+from .errors import InvalidArgument
 
 
 class _WithoutBackward(torch.autograd.Function):
@@ -26,18 +21,7 @@ class _WithoutBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        refuse()
-
-
-def refuse() -> NoReturn:
-    """Raise `Unsupported`: a gradient is asked for."""
-    raise Unsupported(_NO_GRADIENT)
-
-
-def refuse_gradient(*tensors: torch.Tensor) -> None:
-    """Raise `Unsupported` if a gradient of one of the tensors could be asked for."""
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-        refuse()
+        refuse_backward()
 
 
 def apply_without_backward(run: Any, *tensors: torch.Tensor) -> torch.Tensor:
@@ -122,7 +106,7 @@ def _experts_out(
 
 
 def _missing_backward(gradient: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    refuse()
+    refuse_backward()
 
 
 def _remember_inputs(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:

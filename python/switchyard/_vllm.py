@@ -207,6 +207,7 @@ class SwitchyardRoutedExperts(RoutedExperts):
             of_layer("swiglu_limit", None),
             of_layer("swiglu_alpha", 1.0),
             of_layer("swiglu_beta", 0.0),
+            (of_layer("activation_situ_beta", None), of_layer("activation_situ_linear_beta", None)),
         )
         return Binding(
             options,

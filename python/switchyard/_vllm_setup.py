@@ -31,7 +31,9 @@ def options_of(config: Any) -> Options | None:
     return Options.parse(additional["switchyard"], _WHERE)
 
 
-def activation_of(name: str, limit: float | None, alpha: float, beta: float) -> tuple[Activation, Order]:
+def activation_of(
+    name: str, limit: float | None, alpha: float, beta: float, situ: tuple[float | None, float | None] = (None, None)
+) -> tuple[Activation, Order]:
     """What vLLM's name of an activation means, and how rows of w13 stand.
 
     Parameters
@@ -40,6 +42,8 @@ def activation_of(name: str, limit: float | None, alpha: float, beta: float) -> 
         The value of a MoEActivation.
     limit, alpha, beta
         swiglu_limit, swiglu_alpha and swiglu_beta of the layer's configuration.
+    situ
+        activation_situ_beta and activation_situ_linear_beta.
 
     Raises
     ------
@@ -56,12 +60,15 @@ def activation_of(name: str, limit: float | None, alpha: float, beta: float) -> 
         return Activation("silu", alpha=1.702, limit=7.0, up_bias=1.0), "interleaved"
     if name == "swigluoai_uninterleave":
         return Activation("silu", alpha=alpha, limit=bound, up_bias=beta), "gate_up"
+    bends, bends_up = situ
+    if name == "situ" and bends is not None and limit is None:
+        return Activation("situ", alpha=bends, limit=math.inf if bends_up is None else bends_up), "gate_up"
     plain = name.removesuffix("_no_mul")
     if plain != name and plain in ("silu", "gelu", "gelu_tanh", "relu2"):
         return Activation(plain, gated=False), "gate_up"
     raise Unsupported(
         f"activation {name!r} is none that Switchyard has; it has silu, gelu, gelu_tanh, swigluoai, "
-        "swigluoai_uninterleave, and silu, gelu, gelu_tanh and relu2 with _no_mul"
+        "swigluoai_uninterleave, situ with activation_situ_beta, and silu, gelu, gelu_tanh and relu2 with _no_mul"
     )
 
 

@@ -86,6 +86,7 @@ def weights_of(
                 f"{name}_scale is given, but {name} is {_arrays.DTYPE_NAMES[tensor.dtype]}, which has "
                 "no scales; leave it None"
             )
+    _require_one_type(up, down)
     weights = _abi.LayerWeights()
     weights.down.weight = down
     if form is not None:
@@ -106,11 +107,11 @@ def weights_of(
         raise MissingTensor(f"only one bias is given; pass {missing}, too (of zeros if there is none)")
     if bias is not None and _arrays.shape_of(bias) != (count, rows):
         raise ShapeMismatch(f"w13_bias is {_arrays.shape_of(bias)}; it needs ({count}, {rows})")
-    whole = _abi.Matrices(weight=up)
+    whole, of_halves = _abi.Matrices(weight=up), False
     if form is not None:
         _four_bit.put_scale("w13_scale", w13_scale, whole, form, keep)
     elif w13_scale is not None:
-        put_scale("w13_scale", w13_scale, whole, block, keep, halves=intermediate if gated else 0)
+        of_halves = put_scale("w13_scale", w13_scale, whole, block, keep, halves=intermediate if gated else 0)
     zero = None if w13_zero is None else _four_bit.zero("w13_zero", w13_zero, whole.scale, keep)
     if not gated:
         weights.up = whole
@@ -130,10 +131,17 @@ def weights_of(
         if bias is not None:
             matrices.bias = _arrays.rows(bias, start, intermediate, step)
         if w13_scale is not None:
-            _put_part_of_scale(matrices, whole, start, intermediate, step)
+            _put_part_of_scale(matrices, whole, start, intermediate, step, of_halves)
         if zero is not None:
             setattr(weights, f"{name}_zero", _arrays.rows(zero, start, intermediate, step))
     return weights, (count, intermediate, hidden), keep
+
+
+def _require_one_type(w13: _abi.Tensor, w2: _abi.Tensor) -> None:
+    if w13.dtype != w2.dtype:
+        raise DTypeMismatch(
+            f"w13 is {_arrays.DTYPE_NAMES[w13.dtype]} and w2 is {_arrays.DTYPE_NAMES[w2.dtype]}; pass both in one type"
+        )
 
 
 def compute_code(compute: Any, weights: int) -> int:
@@ -205,10 +213,11 @@ def put_scale(
     block: Sequence[int] | None,
     keep: Kept,
     halves: int = 0,
-) -> None:
+) -> bool:
     """Scales of [n, rows, cols] weights, as [n, R, C] with the rows and columns of a block.
 
-    halves: rows of gate, and of up, if the matrix has both.
+    halves: rows of gate, and of up, if the matrix has both. Returns whether gate and up have a scale each, whatever
+    the order of their rows.
     """
     tensor = keep.describe(name, scale, copied=True)
     count, rows, cols = _arrays.shape_of(matrices.weight)
@@ -221,13 +230,16 @@ def put_scale(
         raise ShapeMismatch(f"{name} is {given}, but the number of experts is {count}")
     tensor = _arrays.view(tensor, shape=tuple(shape), strides=tuple(strides))
     height, width = _block_of(block)
+    in_blocks = shape[1:] == [math.ceil(rows / height), math.ceil(cols / width)]
+    # [n, 2, 1] may be either. Scales of three dimensions are those of blocks where they can be.
+    of_halves = halves > 0 and shape[1:] == [2, 1] and rows != 2 and not (in_blocks and len(given) == 3)
     if shape[1:] == [1, 1]:
         per = (rows, cols)
-    elif halves and shape[1:] == [2, 1] and rows != 2:
+    elif of_halves:
         per = (halves, cols)
     elif shape[1:] == [rows, 1]:
         per = (1, cols)
-    elif shape[1:] == [math.ceil(rows / height), math.ceil(cols / width)]:
+    elif in_blocks:
         per = (height, width)
     else:
         raise ShapeMismatch(
@@ -247,12 +259,13 @@ def put_scale(
         per = (smaller, per[1])
     matrices.scale = tensor
     matrices.scale_rows, matrices.scale_cols = per
+    return of_halves
 
 
 def _put_part_of_scale(
-    part: _abi.Matrices, whole: _abi.Matrices, start: int, count: int, step: int
+    part: _abi.Matrices, whole: _abi.Matrices, start: int, count: int, step: int, of_halves: bool
 ) -> None:
-    """Scales of every step-th row from `start` on."""
+    """Scales of every step-th row from `start` on. of_halves: there is one of gate and one of up."""
     height = whole.scale_rows
     part.scale_cols = whole.scale_cols
     if step == 1:
@@ -263,8 +276,7 @@ def _put_part_of_scale(
     if height == 1:
         part.scale_rows = 1
         part.scale = _arrays.rows(whole.scale, start, count, step)
-    elif height == count and count * 2 == whole.weight.shape[1] and whole.scale.shape[1] == 2:
-        # One scale for gate and one for up.
+    elif of_halves:
         part.scale_rows = count
         part.scale = _arrays.rows(whole.scale, start, 1)
     elif height % step == 0:

@@ -255,6 +255,12 @@ void unpermute_tensors(const sy_unpermute_call& call, sy_device_type device) {
   SlotView factors;
   if (is_given(call.weights)) {
     factors = elements("weights", call.weights, 2, device, {DType::kF32, DType::kBF16});
+    if (!std::equal(call.weights.shape, call.weights.shape + 2, call.positions.shape)) {
+      throw Error(ErrorCode::kShapeMismatch,
+                  fmt::format("weights are [{}, {}], but positions are [{}, {}]; pass one for each",
+                              call.weights.shape[0], call.weights.shape[1], call.positions.shape[0],
+                              call.positions.shape[1]));
+    }
   }
   check_tensor("out", call.out, 2, device);
   require_columns("out", call.out, call.positions.shape[0],

@@ -18,6 +18,7 @@ static_assert(SY_GELU_TANH == static_cast<int>(ActivationKind::kGeluTanh));
 static_assert(SY_RELU == static_cast<int>(ActivationKind::kRelu));
 static_assert(SY_RELU2 == static_cast<int>(ActivationKind::kRelu2));
 static_assert(SY_IDENTITY == static_cast<int>(ActivationKind::kIdentity));
+static_assert(SY_SITU == static_cast<int>(ActivationKind::kSitu));
 static_assert(SY_TOP_K == static_cast<int>(RoutingMethod::kTopK));
 static_assert(SY_SPARSE_MIXER == static_cast<int>(RoutingMethod::kSparseMixer));
 static_assert(SY_HASH == static_cast<int>(RoutingMethod::kHash));
@@ -63,7 +64,7 @@ RoutingSpec routing_of(const sy_routing& pointed) {
 
 Activation activation_of(const sy_activation& given) {
   Activation activation;
-  activation.kind = checked("activation.kind", given.kind, ActivationKind::kIdentity);
+  activation.kind = checked("activation.kind", given.kind, ActivationKind::kSitu);
   activation.gated = given.gated != 0;
   activation.alpha = given.alpha;
   activation.limit = given.limit;

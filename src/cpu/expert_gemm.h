@@ -83,9 +83,14 @@ class ExpertGemm {
     std::int64_t row_stride, col_stride;
   };
   WeightRows weight_rows(const MatrixView& weight, const WeightBlock& block);
+  // oneDNN takes neither rows that overlap nor those that go backwards.
   bool is_direct(const MatrixView& weight, int step) const {
+    const auto apart = [](std::int64_t stride, std::int64_t count) {
+      return stride == 0 || stride >= count;
+    };
     return weight.dtype == dtype() && weight.scale == nullptr &&
-           (weight.col_stride == 1 || (weight.row_stride == 1 && step == 1));
+           ((weight.col_stride == 1 && apart(weight.row_stride, weight.cols)) ||
+            (weight.row_stride == 1 && step == 1 && apart(weight.col_stride, weight.rows)));
   }
 
   const Kernels& kernels_;

@@ -170,6 +170,8 @@ inline Floats apply(const Activation& a, Floats v) {
   } else if constexpr (kKind == ActivationKind::kRelu2) {
     const Floats r = (v < 0.0f) ? Floats{} : v;
     return r * r;
+  } else if constexpr (kKind == ActivationKind::kSitu) {
+    return a.alpha * tanh(v / a.alpha) * sigmoid(v);
   } else {
     return v;
   }
@@ -194,7 +196,9 @@ void activate_square(const Activation& a, const Square& in, Floats (&h)[kLanes])
     if constexpr (kGated) {
       Floats g = load_f32(in.gate + row * in.n);
       if (in.gate_bias != nullptr) g += in.gate_bias[row];
-      if (limited) {
+      if (limited && kKind == ActivationKind::kSitu) {
+        u = limit * tanh(u / limit);
+      } else if (limited) {
         g = (g > limit) ? limit : g;
         u = (u > limit) ? limit : ((u < -limit) ? -limit : u);
       }
@@ -238,6 +242,7 @@ ActivateSquare activate_square_of(const Activation& a) {
     case ActivationKind::kGeluTanh: return activate_square_of<ActivationKind::kGeluTanh>(a.gated);
     case ActivationKind::kRelu: return activate_square_of<ActivationKind::kRelu>(a.gated);
     case ActivationKind::kRelu2: return activate_square_of<ActivationKind::kRelu2>(a.gated);
+    case ActivationKind::kSitu: return activate_square<ActivationKind::kSitu, true>;
     case ActivationKind::kIdentity: break;
   }
   return activate_square_of<ActivationKind::kIdentity>(a.gated);

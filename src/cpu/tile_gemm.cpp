@@ -92,10 +92,10 @@ struct TileGemm::State {
     // A single row has no stride to another one. oneDNN 3.7 takes a row whose stride is that of one
     // element, as that of [K, N] weights in memory, for a dense one, and its products are wrong.
     const std::int64_t row_stride = m == 1 ? k * a_col_stride : a_row_stride;
-    const dnnl::memory::desc a({m, k}, type, Dims{row_stride, a_col_stride});
-    const dnnl::memory::desc x({k, n}, type, Dims{1, x_stride});
-    const dnnl::memory::desc c({m, n}, dnnl::memory::data_type::f32, Dims{n, 1});
     try {
+      const dnnl::memory::desc a({m, k}, type, Dims{row_stride, a_col_stride});
+      const dnnl::memory::desc x({k, n}, type, Dims{1, x_stride});
+      const dnnl::memory::desc c({m, n}, dnnl::memory::data_type::f32, Dims{n, 1});
       Generated fresh{dnnl::matmul(describe_matmul(engine, a, x, c)),
                       dnnl::memory(a, engine, nullptr),
                       dnnl::memory(x, engine, nullptr),

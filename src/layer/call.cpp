@@ -146,6 +146,12 @@ void check_given_routing(const LayerSpec& spec, const ForwardInput& input, const
       });
 }
 
+void require_hash_routing(const LayerSpec& spec, const ForwardInput& input) {
+  if (input.token_ids.empty() || spec.routing.method == RoutingMethod::kHash) return;
+  throw Error(ErrorCode::kInvalidArgument,
+              "token_ids are given, but the layer's routing does not read them; leave them out");
+}
+
 void check_hashed_tokens(const MoeWeights& weights, const ForwardInput& input) {
   for (const std::int32_t id : input.token_ids) {
     if (id >= 0 && id < weights.hash_table.rows) continue;
@@ -194,6 +200,7 @@ void check_call(const LayerSpec& spec, const MoeWeights& weights, int max_tokens
   } else if (spec.routing.method == RoutingMethod::kHash) {
     require_size("token_ids", input.token_ids.size(), static_cast<std::size_t>(tokens), tokens);
   }
+  require_hash_routing(spec, input);
   if (!output.topk_ids.empty()) {
     require_size("output topk_ids", output.topk_ids.size(), slots, tokens);
   }

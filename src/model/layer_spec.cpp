@@ -31,12 +31,15 @@ void require_range(const char* field, int value, int low, int high) {
 }
 
 void validate_activation(const Activation& activation) {
-  if (activation.kind > ActivationKind::kIdentity)
+  if (activation.kind > ActivationKind::kSitu)
     reject("activation.kind", static_cast<int>(activation.kind), "use a named ActivationKind");
   if (!std::isfinite(activation.alpha) || activation.alpha <= 0)
     reject("activation.alpha", activation.alpha, "set it to a finite value above 0 (usually 1)");
-  if (activation.alpha != 1.0f && activation.kind != ActivationKind::kSilu)
-    reject("activation.alpha", activation.alpha, "only silu has an alpha; leave it at 1");
+  if (activation.alpha != 1.0f && activation.kind != ActivationKind::kSilu &&
+      activation.kind != ActivationKind::kSitu)
+    reject("activation.alpha", activation.alpha, "only silu and situ have an alpha; leave it at 1");
+  if (activation.kind == ActivationKind::kSitu && !activation.gated)
+    reject("activation.gated", activation.gated, "situ is of gated FFNs; set it to true");
   if (!(activation.limit > 0))
     reject("activation.limit", activation.limit, "set it above 0, or to infinity for no clamp");
   if (!std::isfinite(activation.up_bias))
@@ -138,6 +141,7 @@ const char* name_of(const Activation& activation) {
     case ActivationKind::kRelu: return gated ? "reglu" : "relu";
     case ActivationKind::kRelu2: return gated ? "gated relu2" : "relu2";
     case ActivationKind::kIdentity: return gated ? "bilinear" : "linear";
+    case ActivationKind::kSitu: return "situ";
   }
   return "unknown";
 }

@@ -132,6 +132,7 @@ double exact_activation(const Activation& a, double v) {
     case ActivationKind::kRelu: return std::max(v, 0.0);
     case ActivationKind::kRelu2: return v > 0 ? v * v : 0.0;
     case ActivationKind::kIdentity: return v;
+    case ActivationKind::kSitu: return a.alpha * std::tanh(v / a.alpha) / (1 + std::exp(-v));
   }
   return NAN;
 }
@@ -140,7 +141,9 @@ TEST(Kernels, ActivationsTransposeAndAreAccurate) {
   std::mt19937 generator(2);
   std::normal_distribution<float> normal(0, 4);
   for (const bool gated : {true, false}) {
-    for (int kind = 0; kind <= static_cast<int>(ActivationKind::kIdentity); ++kind) {
+    for (int kind = 0; kind <= static_cast<int>(ActivationKind::kSitu); ++kind) {
+      const bool bends = kind == static_cast<int>(ActivationKind::kSitu);
+      if (bends && !gated) continue;
       for (const int m : {1, 16, 37, 64}) {
         for (const bool special : {false, true}) {
           const int n = 32, stride = m + 3;
@@ -169,7 +172,9 @@ TEST(Kernels, ActivationsTransposeAndAreAccurate) {
               double expected = 0;
               if (gated) {
                 double g = gate[at] + (special ? gate_bias[row] : 0.0f);
-                if (special) {
+                if (special && bends) {
+                  u = 3 * std::tanh(u / 3);
+                } else if (special) {
                   g = std::min(g, 3.0);
                   u = std::clamp(u, -3.0, 3.0);
                 }

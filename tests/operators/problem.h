@@ -479,6 +479,10 @@ Real apply_plainly(const Activation& a, Real v) {
                             (v + static_cast<Real>(0.044715) * v * v * v)));
     case ActivationKind::kRelu: return v > 0 ? v : 0;
     case ActivationKind::kRelu2: return v > 0 ? v * v : 0;
+    case ActivationKind::kSitu: {
+      const auto alpha = static_cast<Real>(a.alpha);
+      return alpha * std::tanh(v / alpha) / (1 + std::exp(-v));
+    }
     case ActivationKind::kIdentity: break;
   }
   return v;
@@ -542,9 +546,13 @@ Rows Problem::solve() const {
         Real value = products[j];
         if (case_.gated()) {
           const auto limit = static_cast<Real>(case_.epilogue->limit);
-          const Real up = std::clamp(products[n / 2 + j], -limit, limit);
-          value = apply_plainly(*case_.epilogue, std::min(value, limit)) *
-                  (up + static_cast<Real>(case_.epilogue->up_bias));
+          const bool bends = case_.epilogue->kind == ActivationKind::kSitu;
+          const Real up = products[n / 2 + j];
+          const Real bounded = !bends              ? std::clamp(up, -limit, limit)
+                               : std::isinf(limit) ? up
+                                                   : limit * std::tanh(up / limit);
+          value = apply_plainly(*case_.epilogue, bends ? value : std::min(value, limit)) *
+                  (bounded + static_cast<Real>(case_.epilogue->up_bias));
         } else if (case_.epilogue) {
           value = apply_plainly(*case_.epilogue, value);
         }

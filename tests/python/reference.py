@@ -1,5 +1,7 @@
 """Experts in plain torch, fp64 unless told otherwise, and weights of four bits with their values."""
 
+import math
+
 import torch
 
 # The sizes of transformers' models in tests.
@@ -18,10 +20,13 @@ def activate(activation, gate, up):
         "relu": torch.relu,
         "relu2": lambda v: torch.relu(v) ** 2,
         "identity": lambda v: v,
+        "situ": lambda v: activation.alpha * torch.tanh(v / activation.alpha) * torch.sigmoid(v),
     }[activation.kind]
     if not activation.gated:
         return f(up)
     limit = activation.limit
+    if activation.kind == "situ":
+        return f(gate) * ((up if limit == math.inf else limit * torch.tanh(up / limit)) + activation.up_bias)
     return f(gate.clamp(max=limit)) * (up.clamp(-limit, limit) + activation.up_bias)
 
 

@@ -71,6 +71,7 @@ def test_layouts(batch, order, transposed, biased):
         Activation("silu"), Activation("silu", alpha=1.702, limit=0.7, up_bias=1.0),
         Activation("gelu"), Activation("gelu_tanh"), Activation("relu"),
         Activation("relu2", gated=False), Activation("identity", gated=False),
+        Activation("situ", alpha=0.8), Activation("situ", alpha=0.5, limit=0.7, up_bias=0.25),
     ],
     ids=str,
 )
@@ -160,6 +161,57 @@ def test_fp8_scales(batch, form, block, scale_dtype, order):
     else:
         gate, up = exact.chunk(2, dim=1)
     check(layer, batch, gate, up, w2_exact)
+
+
+@pytest.mark.parametrize("order", ["gate_up", "up_gate", "interleaved"])
+@pytest.mark.parametrize("rows", [16, 24, 32, 40, 64])
+@pytest.mark.parametrize("given", [(32, 32), (16, 64), (64, 16), (32, 128), (128, 128), None])
+def test_fp8_blocks_of_every_height_beside_rows_of_gate(rows, given, order):
+    """A block may have as many rows as gate, more, fewer, or rows of both, and [n, 2, 1] is blocks where it can be."""
+    block = given or (128, 128)
+    rows *= 1 if given else 4
+    codes, scales, exact = quantised(torch.randn(E, 2 * rows, H) / 8, block)
+    w2_codes, w2_scales, down = quantised(torch.randn(E, H, rows) / 7, block)
+    scales *= torch.rand(scales.shape) + 0.5  # so that no two are alike
+    height, width = block
+    exact = codes.float() * scales.repeat_interleave(height, 1).repeat_interleave(width, 2)[:, : 2 * rows, :H]
+    layer = Experts(
+        codes, w2_codes, top_k=K, order=order, w13_scale=scales, w2_scale=w2_scales, block=given,
+        numerics=Numerics(compute="f32"),
+    )
+    gate, up = (exact[:, 0::2], exact[:, 1::2]) if order == "interleaved" else exact.chunk(2, dim=1)
+    ids, topk_weights = routing(T, E, K)
+    check(layer, (torch.randn(T, H), ids, topk_weights), *((up, gate) if order == "up_gate" else (gate, up)), down)
+
+
+def test_w13_and_w2_of_two_types():
+    gate, up, down = weights()
+    with pytest.raises(switchyard.DTypeMismatch, match="w13 is f32 and w2 is bf16"):
+        Experts(torch.cat((gate, up), dim=1), down.bfloat16(), top_k=K)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("how", ["rows backwards", "columns backwards", "experts backwards", "rows overlap", "rows repeat"])
+def test_strides_of_weights(batch, how, dtype):
+    """Rows that are no further apart than they are long, or in another order."""
+    gate, up, down = (w.to(dtype) for w in weights())
+    w13 = torch.cat((gate, up), dim=1)
+    if how == "rows overlap":
+        w13 = torch.randn(E * 2 * I * 3 + H, dtype=dtype).as_strided((E, 2 * I, H), (2 * I * 3, 3, 1))
+    elif how == "rows repeat":
+        w13 = w13[:, :1].expand(E, 2 * I, H)
+    matrices = *w13.float().chunk(2, dim=1), down.float()
+    if "backwards" in how:
+        axis = {"experts": 0, "rows": 1, "columns": 2}[how.split()[0]]
+        flipped = (w13 if dtype == torch.float32 else w13.float()).flip(axis).numpy()
+        w13, down = numpy.flip(flipped, axis), down.float().numpy()
+        layer = Experts(w13, down, top_k=K)
+        x, ids, topk_weights = batch
+        result = torch.from_numpy(layer(x.numpy(), ids.numpy(), topk_weights.numpy()))
+        assert error(result, experts(x, *matrices, ids, topk_weights, Activation())) < F32_ERROR
+        return
+    layer = Experts(w13, down, top_k=K, numerics=Numerics(compute="f32"))
+    check(layer, batch, *matrices)
 
 
 def test_fp8_with_a_scale_for_gate_and_one_for_up(batch):

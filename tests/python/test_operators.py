@@ -363,6 +363,10 @@ def test_refusals(problem):
         gemm(x.clone().requires_grad_(), ENDS)
     with torch.no_grad():
         gemm(x.clone().requires_grad_(), ENDS)
+    with pytest.raises(switchyard.DTypeMismatch, match="x_scale is given, but x is f32"):
+        gemm(x, ENDS, x_scale=torch.ones(len(x), 1))
+    with pytest.raises(switchyard.ShapeMismatch, match=r"weights are \[2, 1\], but positions are \[1, 2\]"):
+        unpermute(torch.ones(4, 3), torch.tensor([[0, 1]], dtype=torch.int32), torch.ones(2, 1))
     with pytest.raises(switchyard.InvalidArgument, match="num_experts is 0"):
         permute(torch.zeros(2, 2, dtype=torch.int64), 0)
     with pytest.raises(switchyard.DTypeMismatch, match="ids"):

@@ -86,8 +86,11 @@ def test_activations():
     older = config(**given)
     del older.gemm1_beta  # as in SGLang 0.5.16
     assert plugin.activation_of(older) == (oai, "interleaved")
+    kimi_k3 = config(activation="situ", gemm1_alpha=4.0, gemm1_clamp_limit=25.0)
+    assert plugin.activation_of(kimi_k3) == (Activation("situ", alpha=4.0, limit=25.0), "gate_up")
     for changes in (
         {"activation": "situ"},
+        {"activation": "situ", "gemm1_alpha": 4.0, "swiglu_limit": 7.0},
         {"activation": "relu2"},
         {"activation": "gelu", "gemm1_clamp_limit": 7.0},
         given | {"gemm1_beta": 0.5},

@@ -108,6 +108,82 @@ def test_a_gradient_is_refused(layer):
         layer(x, *r)
 
 
+def calls_that_write():
+    """Calls with an output of theirs, by the output's name."""
+    x, (ids, weights) = torch.randn(T, H), routing(T, E, K)
+    w13, w2 = torch.randn(E, 2 * I, H) / 8, torch.randn(E, H, I) / 6
+    layer, gemm = Experts(w13, w2, top_k=K), switchyard.GroupedGemm(w13)
+    routed = Experts(w13, w2, top_k=K, routing=switchyard.Routing())
+    order = switchyard.permute(ids, E)
+    rows, logits = x[order.tokens.long()], torch.randn(T, E)
+    exchange = switchyard.Exchange(switchyard.World.single(), hidden=H, num_experts=E, top_k=K, max_tokens=T)
+    received = exchange.dispatch(x.bfloat16(), ids, weights)
+    return {
+        "experts": ((T, H), lambda out: layer(x, ids, weights, out=out)),
+        "experts again": ((T, H), lambda out: layer(x, ids, weights, out=out)),
+        "logits": ((T, H), lambda out: routed.from_logits(x, logits, out=out)),
+        "weights_out": ((T, K), lambda out: routed.from_logits(x, logits, weights_out=out)),
+        "grouped_gemm": ((T * K, 2 * I), lambda out: gemm(rows, order.ends, out=out)),
+        "unpermute": ((T, H), lambda out: switchyard.unpermute(rows, order.positions, weights, out=out)),
+        "topk": ((T, K), lambda out: switchyard.topk(logits, K, weights_out=out)),
+        "combine": ((T, H), lambda out: exchange.combine(received.rows, received.handle, out=out)),
+    }
+
+
+def test_an_output_that_requires_a_gradient_is_refused():
+    """Its gradient would be that of what it was before."""
+    for name, (shape, call) in calls_that_write().items():
+        with torch.no_grad():
+            call(torch.empty(shape))
+        if name == "combine":
+            continue  # a handle is combined once
+        before = torch.ones(shape, requires_grad=True)
+        out = before * 2
+        with pytest.raises(switchyard.Unsupported, match="requires a gradient, which would be wrong|backward"):
+            call(out)
+        assert (out == 2).all(), name
+        with torch.no_grad():
+            call(out)
+    _, combine = calls_that_write()["combine"]
+    with pytest.raises(switchyard.Unsupported, match="out requires a gradient"):
+        combine(torch.ones(T, H, requires_grad=True) * 2)
+
+
+def test_choosing_experts_has_no_gradient():
+    logits = torch.randn(T, E, requires_grad=True)
+    with pytest.raises(switchyard.Unsupported, match="backward"):
+        switchyard.topk(logits, K)
+    with torch.no_grad():
+        switchyard.topk(logits, K)
+
+
+def test_a_cached_layer_knows_whose_gradient_is_asked_for():
+    """A view that needs one has the memory of one that does not."""
+    flat, w2 = torch.nn.Parameter(torch.randn(E * 2 * I * H)), torch.randn(E, H, I)
+    x, (ids, weights) = torch.randn(T, H), routing(T, E, K)
+    plain, trained = flat.detach().view(E, 2 * I, H), flat.view(E, 2 * I, H)
+    assert not switchyard.experts(x, plain, w2, ids, weights).requires_grad
+    assert switchyard.experts(x, trained, w2, ids, weights).requires_grad
+    assert not switchyard.experts(x, plain, w2, ids, weights).requires_grad
+
+
+def test_forward_mode_and_traces_are_refused(layer):
+    x, (ids, weights) = torch.randn(T, H), routing(T, E, K)
+    gemm = switchyard.GroupedGemm(torch.randn(E, I, H))
+    for _ in range(3):  # a call like the one before takes a shorter way
+        layer(x, ids, weights)
+        with torch.autograd.forward_ad.dual_level():
+            dual = torch.autograd.forward_ad.make_dual(x, torch.ones_like(x))
+            with pytest.raises(switchyard.Unsupported, match="x has a tangent"):
+                layer(dual, ids, weights)
+            with pytest.raises(switchyard.Unsupported, match="x has a tangent"):
+                gemm(dual, torch.tensor([1, 2, 3, 4, 5, T]))
+        with torch.no_grad():
+            layer(x, ids, weights)
+            with pytest.raises(switchyard.Unsupported, match="torch.jit traces"):
+                torch.jit.trace(lambda x: layer(x, ids, weights), (x,))
+
+
 def test_a_gradient_of_the_weights_is_refused():
     w13 = torch.nn.Parameter(torch.randn(E, 2 * I, H))
     layer = Experts(w13, torch.randn(E, H, I), top_k=K)

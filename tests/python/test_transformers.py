@@ -269,7 +269,9 @@ def test_an_activation_that_is_none_of_ours_is_refused(qwen, registered):
         switchyard.Activation("silu", alpha=1.702, limit=7.0, up_bias=1.0),
         switchyard.Activation("silu", limit=10.0), switchyard.Activation("gelu"),
         switchyard.Activation("gelu_tanh"), switchyard.Activation("relu"),
-        switchyard.Activation("relu2"),
+        switchyard.Activation("relu2"), switchyard.Activation("situ", alpha=4.0),
+        switchyard.Activation("situ", alpha=4.0, limit=25.0),
+        switchyard.Activation("situ", alpha=0.5, limit=2.0, up_bias=0.5),
     ],
     ids=str,
 )
@@ -290,6 +292,8 @@ def test_probing_finds(activation):
         lambda gate, up: torch.nn.functional.silu(gate) * up.clamp(-3, 2),
         lambda gate, up: torch.nn.functional.silu(gate) * 1.001 * up,
         lambda gate, up: gate,
+        lambda gate, up: torch.nn.functional.silu(4 * torch.tanh(gate / 4)) * 25 * torch.tanh(up / 25),
+        lambda gate, up: torch.nn.functional.silu(gate) * up.square(),
     ],
 )
 def test_probing_refuses(function):

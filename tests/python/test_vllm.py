@@ -91,6 +91,13 @@ def test_names_of_activations():
         "gate_up",
     )
     assert plugin.activation_of("relu2_no_mul", None, 1, 0) == (Activation("relu2", gated=False), "gate_up")
+    assert plugin.activation_of("situ", None, 1, 0, (4.0, None)) == (Activation("situ", alpha=4.0), "gate_up")
+    assert plugin.activation_of("situ", None, 1, 0, (4.0, 25.0)) == (
+        Activation("situ", alpha=4.0, limit=25.0),
+        "gate_up",
+    )
+    with pytest.raises(Unsupported, match="situ"):
+        plugin.activation_of("situ", 7.0, 1, 0, (4.0, 25.0))
     for name in ("situ", "swiglustep", "relu2", "identity_no_mul"):
         with pytest.raises(Unsupported, match=name):
             plugin.activation_of(name, None, 1, 0)

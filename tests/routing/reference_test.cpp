@@ -202,6 +202,17 @@ TEST(Activations, ClampedSwiGlu) {
   EXPECT_NEAR(one_by_one(a, -9, 3), -9 * sigmoid(-9 * alpha) * 4, 1e-12);
 }
 
+TEST(Activations, Situ) {
+  Activation a;  // Kimi-K3
+  a.kind = ActivationKind::kSitu;
+  a.alpha = 4;
+  EXPECT_NEAR(one_by_one(a, 2, 30), 4 * std::tanh(0.5) * sigmoid(2) * 30, 1e-12);
+  a.limit = 25;
+  EXPECT_NEAR(one_by_one(a, 2, 30), 4 * std::tanh(0.5) * sigmoid(2) * 25 * std::tanh(1.2), 1e-12);
+  EXPECT_NEAR(one_by_one(a, -300, 3), 0, 1e-12);
+  EXPECT_NEAR(one_by_one(a, 300, -1e9), 4 * -25.0, 1e-12);
+}
+
 // ---- Two experts, identity activation, so that whole layers can be done by hand ----
 //
 // Plain FFN without gate, H = 2, I = 1: y_0(x) = (1, 2) (x0 + x1), y_1(x) = (10, -1) (x0 - x1).

@@ -2,6 +2,8 @@
 
 #include <limits>
 
+#include "switchyard/error.h"
+
 namespace switchyard::gpu {
 
 // Most activations are v (1 + tanh(u)) / 2 for some u.
@@ -22,6 +24,9 @@ ActivationForm form_of(const Activation& activation) {
     case ActivationKind::kGeluTanh: return tanh(0.79788456f, 0.035677408f, 0, kMost);
     case ActivationKind::kRelu: return ramp(0, false);
     case ActivationKind::kRelu2: return ramp(0, true);
+    case ActivationKind::kSitu:
+      throw Error(ErrorCode::kUnsupported,
+                  "activation.kind is situ, which GPUs do not compute yet; run the layer on CPUs");
     case ActivationKind::kIdentity: break;
   }
   return ramp(-kNone, false);

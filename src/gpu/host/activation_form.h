@@ -5,6 +5,7 @@
 
 namespace switchyard::gpu {
 
+// Throws Error{kUnsupported} for kSitu.
 ActivationForm form_of(const Activation& activation);
 
 }  // namespace switchyard::gpu
