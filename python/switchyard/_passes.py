@@ -41,7 +41,8 @@ def _use_torch() -> None:
     _Tensor = torch.Tensor
     _is_compiling = torch.compiler.is_compiling
     _is_dynamo_compiling = torch.compiler.is_dynamo_compiling
-    _is_tracing = torch.jit.is_tracing
+    # torch.jit.is_tracing() without asking first whether code is scripted.
+    _is_tracing = getattr(torch._C, "_is_tracing", torch.jit.is_tracing)
     _is_grad_enabled = torch.is_grad_enabled
     _empty_like = torch.empty_like
     # torch.autograd.graph.increment_version() without its checks of types.
@@ -316,6 +317,10 @@ class Handle(Reader):
                     self._run_with(self._call, x, topk_ids, topk_weights, out, None, False, 1.0, more)
                     self._remember(seen, x, topk_ids, topk_weights, out)
                     return
+                # Descriptions look at this, too.
+                _arrays.refuse_untracked("x", x)
+                _arrays.refuse_untracked("topk_weights", topk_weights)
+                _arrays.refuse_untracked("out", out, write=True)
                 self._see_changes(x)
                 a, b, c, d = self._slots
                 a.data = x.data_ptr()
@@ -431,9 +436,6 @@ class Handle(Reader):
             return self._compiled(
                 x, topk_ids, topk_weights, x_scale, out, accumulate, scale, max_tokens_per_rank
             )
-        for name, tensor, write in (("x", x, False), ("topk_weights", topk_weights, False), ("out", out, True)):
-            if isinstance(tensor, _Tensor):
-                _arrays.refuse_untracked(name, tensor, write)
         if _is_grad_enabled() and (
             x.requires_grad
             or getattr(topk_weights, "requires_grad", False)

@@ -120,7 +120,6 @@ def calls_that_write():
     received = exchange.dispatch(x.bfloat16(), ids, weights)
     return {
         "experts": ((T, H), lambda out: layer(x, ids, weights, out=out)),
-        "experts again": ((T, H), lambda out: layer(x, ids, weights, out=out)),
         "logits": ((T, H), lambda out: routed.from_logits(x, logits, out=out)),
         "weights_out": ((T, K), lambda out: routed.from_logits(x, logits, weights_out=out)),
         "grouped_gemm": ((T * K, 2 * I), lambda out: gemm(rows, order.ends, out=out)),
