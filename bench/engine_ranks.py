@@ -11,7 +11,7 @@ import sys
 import time
 import traceback
 
-TOPOLOGIES = {"1": 1, "dp2ep2": 2}  # GPUs
+TOPOLOGIES = {"1": 1, "dp2ep2": 2, "dp4ep4": 4}  # GPUs
 GRACE_S = 90  # that the others get when one has failed
 
 

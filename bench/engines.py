@@ -19,10 +19,10 @@ The program does these things with a cell, in this order, or those that --do nam
            the logits of an engine that was started so
 
 --topology dp2ep2 starts two engines of vLLM, or one of SGLang with two ranks, with data and expert parallelism over two
-GPUs: `switchyard` is its fused kernel over the ranks, `switchyard_local` its local experts with the engine's exchange,
+GPUs; dp4ep4 is the same over four. `switchyard` is its fused kernel over the ranks, `switchyard_local` its local experts with the engine's exchange,
 and vLLM's own backends may name an exchange (`triton+deepep_low_latency`; its default is allgather_reducescatter).
-Batches and prompts are those of each rank, times those of the slower one, and tokens and requests per second those of
-both. `life` and `none` are for one GPU. `kill` and `stop` are for two: rank 1 is killed or stopped while both serve, and
+Batches and prompts are those of each rank, times those of the slowest, and tokens and requests per second those of
+all. `life` and `none` are for one GPU. `kill` and `stop` are for two: rank 1 is killed or stopped while both serve, and
 rank 0, or SGLang's engine, must end by saying so.
 
 --more is JSON of further arguments for the engine. Exit codes: 0 all is right; 1 a wrong token or a failure; 2
@@ -341,6 +341,8 @@ def parse():
     args.gpus = TOPOLOGIES[args.topology]
     args.engines = args.gpus if args.adapter.ENGINE_PER_RANK else 1
     if args.gpus > 1:
+        if args.gpus > 2 and {"kill", "stop"} & set(args.do):
+            parser.error("kill and stop are of two ranks: use --topology dp2ep2")
         if "life" in args.do or any(cell.backend == "none" for cell in args.cells):
             parser.error(f"--topology {args.topology} goes without life and without the backend none")
     elif {"kill", "stop"} & set(args.do):

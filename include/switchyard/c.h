@@ -86,7 +86,7 @@ typedef struct sy_error {
   int32_t waiter_rank;  // whose deadline passed
   int32_t peer_rank;    // the rank it waited for
   uint32_t reserved;    // 0
-  const char* phase;    // "counts", "dispatch", "combine", ...
+  const char* phase;    // "slots", "counts", "dispatch", "combine", ...
   uint64_t epoch;       // forward passes since the layer was made, or calls of an exchange, from 1
   uint64_t slot;        // which counter of that phase
   uint64_t expected;    // the counter value waited for

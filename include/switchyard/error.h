@@ -42,7 +42,7 @@ class Error : public std::runtime_error {
 struct WaitFailure {
   int waiter_rank = -1;        // the rank whose deadline passed
   int peer_rank = -1;          // the rank it waited for, after following "waits for" links
-  const char* phase = "";      // "counts", "dispatch", "combine", "signal", ...
+  const char* phase = "";      // "slots", "counts", "dispatch", "combine", "signal", ...
   std::uint64_t epoch = 0;     // forward passes since the layer was made, or dispatches and
                                // combines since the exchange was, starting at 1
   std::uint64_t slot = 0;      // which counter of that phase (chunk or tile index; of a symmetric

@@ -86,7 +86,7 @@ class _WaitFailed(Error, TimeoutError):
     peer : int
         The rank it waited for; -1 if it is not known.
     phase : str
-        "counts", "dispatch", "combine", ...
+        "slots", "counts", "dispatch", "combine", ...
     epoch : int
         The number of the pass, from 1 on.
     """

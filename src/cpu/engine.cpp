@@ -117,6 +117,7 @@ TraceWait to_wait(Phase phase) {
     case Phase::kNone: return TraceWait::kNothing;
     case Phase::kGate:
     case Phase::kExperts: return TraceWait::kTask;
+    case Phase::kSlots:
     case Phase::kCounts: return TraceWait::kCounts;
     case Phase::kDispatch: return TraceWait::kDispatch;
     case Phase::kCombine: return TraceWait::kCombine;

@@ -15,6 +15,7 @@ inline constexpr int kMaxTopK = 32;
 enum class Phase : std::uint8_t {
   kNone,
   kGate,
+  kSlots,  // of few tokens, whose passes have no counts
   kCounts,
   kDispatch,
   kExperts,
@@ -32,6 +33,7 @@ SWITCHYARD_HOST_DEVICE constexpr const char* phase_name(Phase phase) {
   switch (phase) {
     case Phase::kNone: return "none";
     case Phase::kGate: return "gate";
+    case Phase::kSlots: return "slots";
     case Phase::kCounts: return "counts";
     case Phase::kDispatch: return "dispatch";
     case Phase::kExperts: return "experts";

@@ -30,6 +30,9 @@ TimeoutError timeout_error(const FailureRecord& record, int rank, const std::str
                     ? fmt::format("slot {}: expected {}, saw {}", record.slot, record.expected,
                                   record.observed)
                     : fmt::format("rank {} waits for rank {}", record.witness, record.peer));
+  if (record.phase == Phase::kSlots) {
+    message += "; all ranks must give the same max_tokens_per_rank";
+  }
   if (!liveness.empty()) message += "; " + liveness;
   message += fmt::format("; this {} cannot be used any more, make a new one on every rank", what);
   // (A lost link is not a wait of any rank.)

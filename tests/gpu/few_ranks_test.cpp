@@ -1,5 +1,6 @@
 // Passes of few tokens over ranks that promise each other so: see docs/decisions/0048. Where there
 // are fewer GPUs than ranks, ranks share them.
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -9,6 +10,7 @@
 #include <random>
 #include <vector>
 
+#include "gpu/layer/few_tokens.h"
 #include "model/errors.h"
 #include "support/accuracy.h"
 #include "support/device_ranks.h"
@@ -65,10 +67,25 @@ class GpuFewRanks : public OnGpu<::testing::TestWithParam<DType>> {
 };
 INSTANTIATE_TEST_SUITE_P(Types, GpuFewRanks, ::testing::ValuesIn(compiled_types()), name_of_type);
 
+// The last shape has rings of two stages where eight rows have eight slots each.
+constexpr gpu::FewNumbers kNumbers[] = {gpu::FewNumbers::kBf16, gpu::FewNumbers::kFp8,
+                                        gpu::FewNumbers::kMxfp4, gpu::FewNumbers::kInt4};
+static_assert(std::ranges::all_of(kNumbers, [](gpu::FewNumbers numbers) {
+  using gpu::FewOperand;
+  const std::uint32_t operand = gpu::few_operand_bytes(FewOperand::of(8, 72, numbers),
+                                                       FewOperand::of(64, 904, numbers), numbers);
+  return gpu::few_stages(operand, numbers, true) == 2;
+}));
+
 TEST_P(GpuFewRanks, EveryShape) {
   for (const int top_k : {1, 2, 8}) {
-    for (const auto& [hidden, intermediate] :
-         {std::pair{16, 16}, {200, 24}, {584, 360}, {72, 648}, {2048, 136}, {1032, 128}}) {
+    for (const auto& [hidden, intermediate] : {std::pair{16, 16},
+                                               {200, 24},
+                                               {584, 360},
+                                               {72, 648},
+                                               {2048, 136},
+                                               {1032, 128},
+                                               {72, 904}}) {
       const LayerSpec layer = spec(hidden, intermediate, 12, top_k);
       const MoeWeights w = weights_in(layer, type());
       for (const Shares& shares :
@@ -276,11 +293,30 @@ TEST_P(GpuFewRanks, ARankThatSkipsACallIsNamed) {
   for (const int absent : {0, 2}) {
     SCOPED_TRACE(::testing::Message() << "rank " << absent << " is absent");
     expect_absent_is_named(layer, w, batch, Shares::even(6, 3), absent,
-                           {.deadline = std::chrono::milliseconds(200)}, promise(2));
+                           {.deadline = std::chrono::milliseconds(200)}, promise(2), "slots");
   }
 }
 
 using FewRanksTest = OnGpu<::testing::Test>;
+
+// A rank that promises nothing waits for counts, and sends no slots.
+TEST_F(FewRanksTest, OtherPromisesAreTold) {
+  const LayerSpec spec = spec_of(320, 272, 16, 4);
+  const MoeWeights w = make_weights(spec, DType::kBF16);
+  const Batch batch = routed(spec, 6, 0.9);
+  run_all_ranks(World::threads(2), [&](const World& world) {
+    const bool promises = world.rank() == 0;
+    DeviceRank rank(world, spec, w, 8,
+                    {.deadline = std::chrono::milliseconds(promises ? 200 : 5000)});
+    DeviceBatch share = rank.share(batch, Shares::even(6, 2));
+    share.enqueue(rank.layer(), rank.stream(), promises ? promise(3) : AdjustCall());
+    rank.stream().synchronize();
+    const test::Blame blame = test::blame_of(
+        1, [&] { rank.layer().stats(); }, "slots");
+    EXPECT_THAT(blame.words, ::testing::HasSubstr("the same max_tokens_per_rank"));
+    rank.world().barrier();
+  });
+}
 
 TEST_F(FewRanksTest, PromisesAreHeld) {
   const LayerSpec spec = spec_of(320, 272, 16, 4);

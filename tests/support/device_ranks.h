@@ -165,7 +165,8 @@ inline BatchResult run_on_gpus(const LayerSpec& spec, const MoeWeights& weights,
 // their layers are dead.
 inline void expect_absent_is_named(const LayerSpec& spec, const MoeWeights& weights,
                                    const Batch& batch, const Shares& shares, int absent,
-                                   const LayerOptions& options, const AdjustCall& adjust = {}) {
+                                   const LayerOptions& options, const AdjustCall& adjust = {},
+                                   const char* phase = "counts") {
   const int ranks = static_cast<int>(shares.count.size());
   const auto most = static_cast<int>(*std::ranges::max_element(shares.count));
   run_all_ranks(World::threads(ranks), [&](const World& world) {
@@ -178,7 +179,7 @@ inline void expect_absent_is_named(const LayerSpec& spec, const MoeWeights& weig
     rank.world().barrier();
     if (is_there) {
       const test::Blame blame = test::blame_of(
-          absent, [&] { rank.layer().stats(); }, "counts");
+          absent, [&] { rank.layer().stats(); }, phase);
       EXPECT_EQ(blame.failure.epoch, 2u) << blame.words;
       EXPECT_TRUE(blame.code == ErrorCode::kTimeout || blame.code == ErrorCode::kAborted);
       EXPECT_THROW(share.enqueue(rank.layer(), rank.stream()), TimeoutError);
