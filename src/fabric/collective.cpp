@@ -54,15 +54,20 @@ void require_gather_space(std::size_t mine_bytes, std::size_t all_bytes, int siz
                   mine_bytes, size, all_bytes, static_cast<std::size_t>(size) * mine_bytes));
 }
 
-void share_outcome(Fabric& fabric, const std::optional<Error>& mine) {
+void share_outcome(Fabric& fabric, const std::optional<Error>& mine,
+                   const std::optional<WaitFailure>& wait) {
   if (fabric.size() == 1) {
+    if (mine && wait) throw TimeoutError(mine->code(), mine->what(), *wait);
     if (mine) throw Error(*mine);
     return;
   }
   struct Outcome {
-    std::int32_t failed = 0;
+    std::int32_t failed = 0, timed_out = 0;
     std::int32_t code = 0;
-    std::array<char, 504> message{};
+    std::int32_t waiter = 0, peer = 0, reserved = 0;
+    std::uint64_t slot = 0, expected = 0, observed = 0;
+    double waited_seconds = 0;
+    std::array<char, 448> message{};
   };
   Outcome outcome;
   if (mine) {
@@ -72,11 +77,29 @@ void share_outcome(Fabric& fabric, const std::optional<Error>& mine) {
     std::copy_n(text.begin(), std::min(text.size(), outcome.message.size() - 1),
                 outcome.message.begin());
   }
+  if (wait) {
+    outcome.timed_out = 1;
+    outcome.waiter = wait->waiter_rank;
+    outcome.peer = wait->peer_rank;
+    outcome.slot = wait->slot;
+    outcome.expected = wait->expected;
+    outcome.observed = wait->observed;
+    outcome.waited_seconds = wait->waited_seconds;
+  }
   const std::vector<Outcome> all = gather(fabric, outcome);
   for (std::size_t r = 0; r < all.size(); ++r) {
-    if (all[r].failed == 0) continue;
-    throw Error(static_cast<ErrorCode>(all[r].code),
-                fmt::format("rank {}: {}", r, all[r].message.data()));
+    const Outcome& theirs = all[r];
+    if (theirs.failed == 0) continue;
+    const auto code = static_cast<ErrorCode>(theirs.code);
+    if (theirs.timed_out == 0) {
+      throw Error(code, fmt::format("rank {}: {}", r, theirs.message.data()));
+    }
+    // Waits that are shared are those in which a world is made (attempt_together()).
+    WaitFailure failure = bootstrap_failure(
+        theirs.waiter, theirs.peer, theirs.slot, static_cast<int>(theirs.expected),
+        static_cast<int>(theirs.observed), std::chrono::nanoseconds(0));
+    failure.waited_seconds = theirs.waited_seconds;
+    throw TimeoutError(code, theirs.message.data(), failure);  // which names the rank that waited
   }
 }
 

@@ -40,8 +40,9 @@ void require_same_bytes(Fabric& fabric, std::uint64_t bytes);
 void require_gather_space(std::size_t mine_bytes, std::size_t all_bytes, int size);
 
 // Collective. If any rank has an error, throws the first rank's error on all ranks. So no rank
-// waits for one that gave up.
-void share_outcome(Fabric& fabric, const std::optional<Error>& mine);
+// waits for one that gave up. `wait`: of an error that is a TimeoutError, which is thrown as one.
+void share_outcome(Fabric& fabric, const std::optional<Error>& mine,
+                   const std::optional<WaitFailure>& wait = std::nullopt);
 
 // True once the fabric's world has been made.
 bool has_record(const Fabric& fabric);
@@ -50,6 +51,7 @@ bool has_record(const Fabric& fabric);
 template <typename Step>
 void attempt_together(Fabric& fabric, const Step& step) {
   std::optional<Error> failure;
+  std::optional<WaitFailure> wait;
   try {
     step();
   } catch (const TimeoutError& error) {
@@ -57,6 +59,7 @@ void attempt_together(Fabric& fabric, const Step& step) {
     // for once more. Where there is no record yet, they learn of it here.
     if (has_record(fabric)) throw;
     failure = error;
+    wait = error.failure();
   } catch (const Error& error) {
     failure = error;
   } catch (const std::bad_alloc&) {
@@ -66,7 +69,7 @@ void attempt_together(Fabric& fabric, const Step& step) {
   } catch (const std::exception& error) {
     failure = Error(ErrorCode::kSystem, error.what());
   }
-  share_outcome(fabric, failure);
+  share_outcome(fabric, failure, wait);
 }
 
 // A list for messages: "rank 3", "ranks 1 and 3", "ranks 0, 1 and 3".

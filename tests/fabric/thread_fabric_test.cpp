@@ -7,9 +7,11 @@
 #include <cerrno>
 #include <cstddef>
 #include <memory>
+#include <optional>
 #include <thread>
 #include <vector>
 
+#include "fabric/collective.h"
 #include "fabric/fabric.h"
 #include "model/errors.h"
 #include "support/ranks.h"
@@ -54,6 +56,31 @@ TEST(ThreadFabric, RejectsBadArguments) {
   std::array<std::byte, 3> all{};
   error_of(ErrorCode::kInvalidArgument, [&] { world.fabric().all_gather(mine, all); });
   error_of(ErrorCode::kInvalidArgument, [&] { world.fabric().allocate(0); });
+}
+
+TEST(ThreadFabric, AWaitThatRanksShareKeepsItsRecord) {
+  run_threads(World::threads(3, with_deadline(kGenerous)), [](World& world) {
+    std::optional<Error> mine;
+    std::optional<WaitFailure> wait;
+    if (world.rank() == 1) {
+      mine = Error(ErrorCode::kTimeout, "rank 1 waited in vain");
+      wait = bootstrap_failure(1, 2, 7, 3, 2, milliseconds(1500));
+    }
+    try {
+      share_outcome(world.fabric(), mine, wait);
+      ADD_FAILURE() << "nothing was thrown";
+    } catch (const TimeoutError& error) {
+      EXPECT_EQ(error.code(), ErrorCode::kTimeout);
+      EXPECT_STREQ(error.what(), "rank 1 waited in vain");
+      EXPECT_EQ(error.failure().waiter_rank, 1);
+      EXPECT_EQ(error.failure().peer_rank, 2);
+      EXPECT_STREQ(error.failure().phase, "bootstrap");
+      EXPECT_EQ(error.failure().slot, 7u);
+      EXPECT_EQ(error.failure().expected, 3u);
+      EXPECT_EQ(error.failure().observed, 2u);
+      EXPECT_DOUBLE_EQ(error.failure().waited_seconds, 1.5);
+    }
+  });
 }
 
 TEST(ThreadFabric, MemoryBeyondTheAddressSpaceIsACapacityError) {
