@@ -71,7 +71,7 @@ def parts():
         "astero": astero_table(),
         "ep_fp8": for_each_card("ep_fp8.json", lambda: ranks_table("ep_fp8", "FP8, dispatch and combine inside the kernel.")),
         "ep_bf16": for_each_card("ep_bf16.json", lambda: ranks_table("ep_bf16", "bf16, dispatch and combine inside the kernel.")),
-        "ep_four_bit": for_each_card("ep_four_bit.json", lambda: ranks_table("ep_four_bit", "MXFP4, tokens in bf16, dispatch and combine inside the kernel.")),
+        "ep_four_bit": for_each_card("ep_four_bit.json", lambda: ranks_table("ep_four_bit", "Weights of four bits, dispatch and combine inside the kernel.")),
         "ep_thesis": for_each_card("ep_thesis.json", lambda: ranks_table("ep_thesis", "FlashDMoE's layer, bf16.")),
         "four_rivals": four_rivals(),
         "four_flashinfer": four_flashinfer(),

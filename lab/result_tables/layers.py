@@ -63,6 +63,13 @@ def gpu_table(suite, title, note=""):
     return "\n".join(lines + ["", gpu_provenance(rows)])
 
 
+def four_bit_kind(row):
+    """", MXFP4, tokens in FP8"; nothing where the weights are not of four bits."""
+    if not row.get("weights"):
+        return ""
+    return f", {row['weights'].upper()}, tokens in {'FP8' if row['tokens_in'] == 'fp8' else row['tokens_in']}"
+
+
 def four_bit_table():
     """Layers of four-bit experts, a table for each model, beside the fastest of the rivals at each point."""
     rows = load("four_bit.json")
@@ -227,7 +234,7 @@ def ranks_table(suite, title):
         lines += ["", f"**{ranks} GPUs.** {gpu_summary(of_ranks)}"]
         layers = {}
         for row in of_ranks:
-            layers.setdefault(describe_layer(row), []).append(row)
+            layers.setdefault(describe_layer(row) + four_bit_kind(row), []).append(row)
         for layer, of_layer in layers.items():
             rivals = rivals_of(of_layer)
             columns = [*heads, *(head for rival in rivals for head in (f"{rival} µs", "speed-up")),

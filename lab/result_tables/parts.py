@@ -260,6 +260,7 @@ def stragglers_table():
         ])
     heads = ["layer", "jitter µs", "way", "from the last start: mean µs", "p95", "p95 / mean",
              "from the first: mean µs", "p95", "p95 / mean", "slowest rank's p95 / fastest's mean"]
-    seeds = ", ".join(map(str, rows[0]["seeds"]))
-    said = f"{rows[0]['passes']} passes a row, seeds {seeds}; every output checked."
+    runs = {row["ranks"]: f"{row['ranks']} GPUs: {row['passes']} passes a row, seeds {', '.join(map(str, row['seeds']))}"
+            for row in rows}
+    said = f"{'; '.join(runs.values())}. Every output was checked."
     return "\n".join([*table(heads, lines), "", said, "", gpu_provenance(rows)])
