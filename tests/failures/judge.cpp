@@ -195,8 +195,13 @@ Verdict judge(const Trial& trial, const Limits& limits, const Board& board, cons
     }
     verdict.report += fmt::format("    rank {}{}, in {}: {}\n", r, bad, doing, said);
   }
+  // A victim that fails with the others may come to its harm afterwards.
   verdict.before_harm = ending.before_harm;
-  if (ending.before_harm) {
+  for (int r = 0; r < trial.ranks; ++r) {
+    const std::int64_t failed = board.ranks[r].failed_ns;
+    verdict.before_harm |= r != trial.victim && failed != 0 && harmed != 0 && failed < harmed;
+  }
+  if (verdict.before_harm) {
     blame(verdict.wrong, "a rank failed before the harm");
     verdict.report += "    a rank failed before anything was done to the victim\n";
   }
