@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
 """sgl-deep-gemm's SM90 mega MoE (FP8, one kernel) at the points of suite ep_fp8, a process for each GPU.
 
-    mega_moe.py --ranks 4 --json FILE [--models v4-flash-routed,v3-routed] [--tokens 1,8,64]
+    mega_moe.py --ranks 4 --json FILE [--models v4-flash-routed,v3-routed] [--tokens 1,8,64] [--routing FOLDER]
 
 Timed as `switchyard bench` times ours: passes in a CUDA graph over copies of the weights in turn, so that no
 weight is read from the cache; a pass that is not timed goes ahead, so that ranks begin together; the slowest
-rank's time of each repetition. Experts are chosen evenly at random. Two ways:
+rank's time of each repetition. Experts are chosen evenly at random, or are those that `switchyard bench
+layers --routing-to FOLDER` wrote: with few tokens the rank with most experts decides. Two ways:
 
 - anew: the input is bf16 and quantised in every pass (mega_moe_pre_dispatch_sm90), as our layer does.
 - in place: the quantised input lies in the kernel's buffer already. Less work than ours.
@@ -145,10 +146,14 @@ def timed(call):
 class Batch:
     """Random tokens of a rank, their routing, and what the first of them should become."""
 
-    def __init__(self, layer, tokens, rank, ranks):
+    def __init__(self, layer, tokens, rank, ranks, routing=None):
         torch.manual_seed(1000 * tokens + rank)
         self.x = torch.randn((tokens, layer.hidden), device="cuda").bfloat16()
-        self.ids = torch.rand((tokens, layer.experts), device="cuda").topk(layer.top_k).indices.to(torch.int32).contiguous()
+        if routing is None:
+            self.ids = torch.rand((tokens, layer.experts), device="cuda").topk(layer.top_k).indices.to(torch.int32).contiguous()
+        else:
+            everyone = torch.from_file(str(routing), size=ranks * tokens * layer.top_k, dtype=torch.int32)
+            self.ids = everyone.view(ranks, tokens, layer.top_k)[rank].cuda().contiguous()
         self.weights = torch.rand((tokens, layer.top_k), device="cuda")
         first = [t[: min(tokens, 2)].contiguous() for t in (self.x, self.ids, self.weights)]
         self.expected = layer.expected(*first, ranks)[rank]
@@ -162,8 +167,8 @@ class Batch:
         return error.item()
 
 
-def measure(dg, layer, buffers, tokens, rank, ranks):
-    batch = Batch(layer, tokens, rank, ranks)
+def measure(dg, layer, buffers, tokens, rank, ranks, routing):
+    batch = Batch(layer, tokens, rank, ranks, routing)
     found, worst = {}, 0.0
     for capacity, buffer in buffers.items():
         if capacity < tokens:
@@ -211,7 +216,8 @@ def rank_main(rank, args, rendezvous):
             buffers[capacity] = dg.get_symm_buffer_for_sm90_mega_moe(dist.group.WORLD, experts, capacity, top_k, hidden,
                                                                      intermediate)
         for tokens in args.tokens:
-            found, error = measure(dg, layer, buffers, tokens, rank, args.ranks)
+            routing = args.routing / f"{model}-fp8-{args.ranks}x{tokens}.i32" if args.routing else None
+            found, error = measure(dg, layer, buffers, tokens, rank, args.ranks, routing)
             if rank != 0:
                 continue
             best = {way: min((times[way] for times in found.values()), key=statistics.median) for way in ("anew", "in place")}
@@ -241,6 +247,7 @@ def main():
     parser.add_argument("--models", type=lambda text: text.split(","), default=list(MODELS))
     parser.add_argument("--tokens", type=numbers, default=TOKENS)
     parser.add_argument("--capacities", type=numbers, default=[8192, 512])
+    parser.add_argument("--routing", type=pathlib.Path, help="folder of `switchyard bench layers --routing-to`")
     parser.add_argument("--json", type=pathlib.Path)
     args = parser.parse_args()
     args.command = command_of("mega_moe.py", sys.argv[1:])

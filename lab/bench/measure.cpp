@@ -455,16 +455,17 @@ LayerBench::LayerBench(const Source& source, DType compute, std::int64_t max_tok
 LayerBench::~LayerBench() = default;
 
 Measured LayerBench::measure(const MatrixView& activations) {
+  Measured measured;
   place_->set_input(activations, {}, {});
   if (options_.given_routing) {
     place_->run_once();
-    const RunResult gated = place_->download();
+    RunResult gated = place_->download();
     place_->set_input(activations, gated.topk_ids, gated.topk_weights);
+    measured.topk_ids = std::move(gated.topk_ids);
   }
   place_->poison_output();
   for (int i = 0; i < kTimingWarmUps; ++i) place_->run_once();
 
-  Measured measured;
   const Place::Stats stats = place_->stats();
   measured.tokens_per_expert = stats.tokens_per_expert;
   measured.load = heaviest_load(source_.spec, source_.weights, stats.tokens_per_expert,

@@ -41,6 +41,8 @@ struct Measured {
   Rotation rotation;
   std::vector<std::int64_t> tokens_per_expert;  // over all ranks
   Load load;                                    // of the most loaded rank
+  // [tokens of all ranks, top_k] of a batch with given_routing.
+  std::vector<std::int32_t> topk_ids;
   std::optional<int> graph_nodes;
   std::optional<double> error, error_bound;
   // A description of what is wrong with the results; empty if nothing was found.

@@ -4,10 +4,15 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstdint>
+#include <filesystem>
+#include <fstream>
+#include <string>
 #include <utility>
 
 #include "base/names.h"
 #include "base/plural.h"
+#include "base/printable.h"
 #include "bench/load.h"
 #include "bench/skew.h"
 #include "gpu/device.h"
@@ -37,6 +42,22 @@ FloorChoice floor_of(const SessionOptions& o) {
   if (o.measure.backend == Backend::kCpu) return {};
   return choose_floor(gpu::device_info(gpu::current_device()).name, gpu::device_count(),
                       o.measure.ranks, o.plan.compute, o.facts);
+}
+
+// The experts of each token of all ranks in turn, int32 [tokens, top_k].
+void write_routing(const std::filesystem::path& folder, const results::Row& row,
+                   const Measured& measured) {
+  std::string name =
+      fmt::format("{}-{}-{}x{}", row.model, row.dtype, row.ranks, row.tokens_per_rank);
+  if (row.beta != 1) name += fmt::format("-beta{}", row.beta);
+  const std::filesystem::path path = folder / (name + ".i32");
+  std::ofstream file(path, std::ios::binary);
+  file.write(reinterpret_cast<const char*>(measured.topk_ids.data()),
+             static_cast<std::streamsize>(measured.topk_ids.size() * sizeof(std::int32_t)));
+  file.close();
+  if (!file)
+    throw Error(ErrorCode::kSystem,
+                fmt::format("cannot write {}; free some disk", printable(path)));
 }
 
 }  // namespace
@@ -81,6 +102,7 @@ void Session::measure_layer(const BenchLayer& layer) {
       const float skew = gate.skew_for(tokens * ranks, beta);
       const Measured measured = bench.measure(gate.activations(tokens * ranks, skew));
       rows_.push_back(row_of(layer, tokens, beta, measured));
+      if (!options_.routing.empty()) write_routing(options_.routing, rows_.back(), measured);
       observer_.measured(rows_.back());
       if (!measured.problem.empty()) {
         observer_.failed(fmt::format("{}, {}, beta {}", layer.model, plural(tokens, "token"), beta),

@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <filesystem>
 #include <map>
 #include <memory>
 #include <optional>
@@ -24,6 +25,8 @@ struct SessionOptions : RunNote {
   MeasureOptions measure;
   std::optional<TorchOptions> torch;       // the rival, if one is wanted
   std::optional<machine::GpuFacts> facts;  // for kCuda: facts given for this run
+  // Where files of the routing go, for rivals that are to have the same; empty: nowhere.
+  std::filesystem::path routing;
 };
 
 // generating() may be called by another thread than the other functions.

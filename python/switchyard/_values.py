@@ -33,8 +33,11 @@ def integer(name: str, value: Any, low: int = -(2**63), high: int = 2**63 - 1) -
         number = operator.index(value)
     except TypeError:
         refuse(f"{name} is {value!r}; use a whole number")
-    if not low <= number <= high:
-        refuse(f"{name} is {number}; use a whole number from {low} to {high}")
+    # The other end may be refused in its turn, where the range is that of a number in C.
+    if number < low:
+        refuse(f"{name} is {number}; use {low} or more")
+    if number > high:
+        refuse(f"{name} is {number}; use {high} or less")
     return number
 
 

@@ -42,7 +42,7 @@ Mapping Mapping::anonymous(std::size_t bytes, const char* remedy) {
 Mapping Mapping::reserved(std::size_t bytes, std::size_t usable) {
   Mapping memory = map(bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1);
   if (::mprotect(memory.data_, whole_pages(std::min(usable, bytes)), kReadWrite) != 0) {
-    throw_no_memory(bytes, errno, kFewerTokens);
+    throw_no_memory(bytes, errno, kFewerBytes);
   }
   return memory;
 }

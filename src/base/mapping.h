@@ -10,7 +10,7 @@ namespace switchyard {
 class Mapping {
  public:
   // Maps memory of this process; none for 0 bytes. Throws Error{kCapacityExceeded} with `remedy`.
-  static Mapping anonymous(std::size_t bytes, const char* remedy = kFewerTokens);
+  static Mapping anonymous(std::size_t bytes, const char* remedy = kFewerBytes);
   // Reserves addresses of which only the first `usable` bytes are memory. A load or store behind
   // them ends the process. Throws Error{kCapacityExceeded}.
   static Mapping reserved(std::size_t bytes, std::size_t usable);
@@ -31,10 +31,10 @@ class Mapping {
   std::size_t bytes() const { return bytes_; }
 
  private:
-  static constexpr const char* kFewerTokens =
-      "declare a smaller maximum number of tokens, or raise `ulimit -v` or vm.overcommit_memory";
+  static constexpr const char* kFewerBytes =
+      "ask for fewer bytes (a layer: fewer tokens), or raise `ulimit -v` or vm.overcommit_memory";
   static Mapping map(std::size_t bytes, int protection, int flags, int fd,
-                     const char* remedy = kFewerTokens);
+                     const char* remedy = kFewerBytes);
   Mapping(std::byte* data, std::size_t bytes) : data_(data), bytes_(bytes) {}
 
   std::byte* data_ = nullptr;

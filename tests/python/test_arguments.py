@@ -651,6 +651,17 @@ def test_limits_are_looked_at_before_memory():
     assert grown < 100_000, f"{grown} KiB"
 
 
+@pytest.mark.parametrize(
+    "value, words",
+    [(2**31, "2147483647 or less"), (2**64, "2147483647 or less"), (-(2**31) - 1, "-2147483648 or more"), (-1, r"\[1, ")],
+)
+def test_a_number_is_told_the_bound_that_it_crossed(value, words):
+    """And not one at the other end, which may be refused in its turn."""
+    with pytest.raises(switchyard.InvalidArgument, match=rf"max_tokens is {value}; use .*{words}") as refused:
+        Experts(**WEIGHTS, top_k=K, max_tokens=value)
+    assert value < 0 or "-" not in str(refused.value)
+
+
 def test_documented_types_of_numbers():
     """Whole numbers of numpy are whole numbers."""
     traced = Diagnostics(trace=numpy.True_, recorded_steps=numpy.int64(2))

@@ -49,6 +49,7 @@ struct LayersCommand : CommonOptions {
   bool only_graph = false;
   bool no_graph = false;
   std::string machine_facts;
+  std::string routing;
 
   std::string against;
   bench::TorchOptions torch;
@@ -146,6 +147,9 @@ void add_measure_options(Command& command, LayersCommand& o) {
   command.add_flag("--given-routing", o.measure.given_routing,
                    "Time passes without the gate, on the ids and weights that it chose\n(what "
                    "suites ep_* and four_bit do)");
+  command.add_text("--routing-to", o.routing, "FOLDER",
+                   "Write the experts of each token, which rivals of suites ep_* read, to\n"
+                   "MODEL-TYPE-RANKSxTOKENS.i32 in this folder, if passes leave out the gate");
   command.add_flag("--gated", o.gated,
                    "Time passes with the gate in suites ep_* and four_bit, too");
   command.add_flag("--verify", o.measure.verify, "Compare some tokens of each point with fp64");
@@ -499,6 +503,17 @@ int run(LayersCommand o) {
   o.measure.repeat = o.repeat_or(quick_repeats(o.measure.backend == Backend::kCpu));
   o.measure.given_routing = o.measure.given_routing || (plan.given_routing && !o.gated);
   o.measure.verify = o.measure.verify || plan.checked_with_gate;
+  if (!o.routing.empty()) {
+    if (!o.measure.given_routing) {
+      refuse(
+          "--routing-to writes the routing that passes without the gate are given; add "
+          "--given-routing");
+    }
+    if (!std::filesystem::is_directory(o.routing)) {
+      refuse(
+          fmt::format("--routing-to is '{}', which is no folder; make it", printable(o.routing)));
+    }
+  }
   require_backend(o);
   if (o.measure.backend == Backend::kCpu) {
     choose_for_cpu(o, plan);
@@ -509,6 +524,7 @@ int run(LayersCommand o) {
   bench::SessionOptions options;
   if (!o.machine_facts.empty()) options.facts = machine::read_gpu_facts(o.machine_facts);
   options.measure = o.measure;
+  options.routing = o.routing;
   static_cast<bench::RunNote&>(options) = o;
   if (!o.against.empty()) options.torch = o.torch;
 

@@ -583,7 +583,7 @@ void Engine::forward(const ForwardInput& input, const ForwardOutput& output) {
     config = launch_config(false, attributes, static_cast<cudaStream_t>(input.stream));
     config.blockDim = dim3(kFewThreads);
     config.dynamicSmemBytes =
-        few_shared_bytes(few.operand_bytes, few_numbers(policy().numerics), few.stages);
+        few_shared_bytes(few.operand_bytes, few_numbers(policy().numerics), distributed());
     void* arguments[] = {&few};
     const LaunchTurn turn;
     SWITCHYARD_CUDA(

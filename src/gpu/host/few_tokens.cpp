@@ -80,7 +80,6 @@ FewParams few_params(const LayerParams& layer, const CallParams& call, const Dev
       FewOperand::of(few.rows * top_k, static_cast<std::uint32_t>(ffn.intermediate), numbers);
   few.h_stages = Divisor::of(few.operands[1].stages);
   few.operand_bytes = few_operand_bytes(few.operands[0], few.operands[1], numbers);
-  few.stages = few_stages(few.operand_bytes, numbers, layer.heaps.size() > 1);
   few.more_of_first = ffn.more_of_first;
   few.more_of_second = ffn.more_of_second;
   few.gate_scale = ffn.gate_scale;

@@ -60,27 +60,11 @@ struct Few {
   std::uint32_t operand, ring, sums;  // addresses in shared memory; the ring is the warp's
   const std::uint32_t warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
 
-  static constexpr std::uint32_t kStageBytes = few_stage_bytes(kNumbers);
+  static constexpr std::uint32_t kStageBytes = few_stage_bytes(kNumbers),
+                                 kFewStages = few_stages(kRanks);
   static constexpr std::uint32_t kOperandBytes = 2 * few_stage_columns(kNumbers);
 
   __device__ Lifetime life() const { return {p, block.life}; }
-
-  __device__ std::uint32_t stages() const { return kRanks ? p.stages : kFewStages; }
-  // The place in the ring behind a stage's.
-  __device__ std::uint32_t next_in_ring(std::uint32_t at) const {
-    return at + kStageBytes == stages() * kStageBytes ? 0 : at + kStageBytes;
-  }
-  // Waits until all copies have arrived but those of as many stages as the ring has, less kFewer.
-  template <int kFewer>
-  __device__ __forceinline__ void await_stages() const {
-    if constexpr (!kRanks) {
-      await_copy_groups<int{kFewStages} - kFewer>();
-    } else if (p.stages == kFewStagesOverRanks) {
-      await_copy_groups<int{kFewStagesOverRanks} - kFewer>();
-    } else {
-      await_copy_groups<int{kFewStagesOverRanks} - 1 - kFewer>();
-    }
-  }
 
   // Called by one thread.
   __device__ void begin_life() const {
@@ -546,7 +530,7 @@ struct Few {
         }
       }
       end_copy_group();
-      to = few.next_in_ring(to);
+      to = to + kStageBytes == kFewStages * kStageBytes ? 0 : to + kStageBytes;
     }
   };
   // Where a row's vector is in a stage: even rows and odd ones exchange halves, so that eight lanes
@@ -782,8 +766,8 @@ struct Few {
           if (block.life.aborted) break;
         }
 #pragma unroll 1
-        for (std::uint32_t i = 0; i < stages(); ++i) source.request(*this);
-        await_stages<0>();
+        for (std::uint32_t i = 0; i < kFewStages; ++i) source.request(*this);
+        await_copy_groups<kFewStages>();
       } else {
         await_copies();
       }
@@ -819,13 +803,13 @@ struct Few {
           float part[4] = {};
 #pragma unroll 1
           for (std::uint32_t i = 0; i < count; ++i) {
-            await_stages<1>();
+            await_copy_groups<kFewStages - 1>();
             __syncwarp();  // for the copies of other lanes, too
             multiply(from, row, scales, part);
             row += kOperandBytes;
             scales[0] += 4;
             scales[1] += 4;
-            from = next_in_ring(from);
+            from = from + kStageBytes == kFewStages * kStageBytes ? 0 : from + kStageBytes;
             __syncwarp();
             source.request(*this);
           }
@@ -852,10 +836,10 @@ template <FewNumbers kNumbers, bool kGated, bool kRanks>
 __global__ void __launch_bounds__(kFewThreads, 1) few_tokens(const __grid_constant__ FewParams p) {
   extern __shared__ __align__(128) std::byte shared_memory[];
   __shared__ FewStorage block;
-  const std::uint32_t ring_bytes = (kRanks ? p.stages : kFewStages) * few_stage_bytes(kNumbers);
+  constexpr std::uint32_t kRingBytes = few_stages(kRanks) * few_stage_bytes(kNumbers);
   const std::uint32_t operand = shared_address(shared_memory), ring = operand + p.operand_bytes;
-  const Few<kNumbers, kGated, kRanks> few{p, block, operand, ring + threadIdx.x / 32 * ring_bytes,
-                                          ring + kFewWarps * ring_bytes};
+  const Few<kNumbers, kGated, kRanks> few{p, block, operand, ring + threadIdx.x / 32 * kRingBytes,
+                                          ring + kFewWarps * kRingBytes};
   few.run();
 }
 

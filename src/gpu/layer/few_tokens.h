@@ -25,9 +25,9 @@ inline constexpr int kMostFewSlots = protocol::kMostFewSlots;
 // Each warp streams 16 rows of weights through a ring of its own, 2 KB and their scales per stage.
 // The warps of a block must have about 40 KB of requests under way to keep up with memory, and with
 // one token only five or six of them have work. A pass over ranks has more slots, so more warps
-// have work, and it needs the room for the slots: its rings have a stage less, or two.
-inline constexpr std::uint32_t kFewRows = 16, kFewStages = 4, kFewStageRowBytes = 128;
-inline constexpr std::uint32_t kFewStagesOverRanks = 3;
+// have work, and it needs the room for the slots.
+inline constexpr std::uint32_t kFewRows = 16, kFewStageRowBytes = 128;
+constexpr std::uint32_t few_stages(bool ranks) { return ranks ? 3 : 4; }
 
 // How a pass of few tokens multiplies: bf16 or FP8 throughout, or weights of four bits with tokens
 // in bf16.
@@ -123,7 +123,6 @@ struct FewParams : WaitParams, ActivationParams, RouteCall, InputCall, OutputCal
   const std::int32_t* place_of;
   // Over ranks: the rows of each, the places whose experts are here, and where ranks write.
   std::uint32_t rows_per_rank, first_expert, local_experts;
-  std::uint32_t stages;  // see few_stages()
   protocol::Heap heap;
   FewWeights weights[2];   // of the first and the second GEMM
   FewOperand operands[2];  // x and h
@@ -148,17 +147,10 @@ constexpr std::uint32_t few_operand_bytes(const FewOperand& x, const FewOperand&
   return protocol::round_up(std::max(x.bytes(numbers), h.bytes(numbers)), 128u);
 }
 constexpr std::uint32_t few_shared_bytes(std::uint32_t operand_bytes, FewNumbers numbers,
-                                         std::uint32_t stages) {
-  return operand_bytes + kFewWarps * (stages * few_stage_bytes(numbers) + 2 * 32 * 16);
+                                         bool ranks) {
+  return operand_bytes + kFewWarps * (few_stages(ranks) * few_stage_bytes(numbers) + 2 * 32 * 16);
 }
 inline constexpr std::uint32_t kMostFewSharedBytes = 225 * 1024;
-// The stages of a warp's ring.
-constexpr std::uint32_t few_stages(std::uint32_t operand_bytes, FewNumbers numbers, bool ranks) {
-  if (!ranks) return kFewStages;
-  const bool fits =
-      few_shared_bytes(operand_bytes, numbers, kFewStagesOverRanks) <= kMostFewSharedBytes;
-  return fits ? kFewStagesOverRanks : kFewStagesOverRanks - 1;
-}
 
 // The most bytes of weights, of all slots, with which a pass is faster here than in the small
 // pass's kernel. This one begins some 8 us (bf16) or 10 us (FP8) sooner, and then reads more
@@ -187,8 +179,7 @@ constexpr bool few_tokens_fit(std::int64_t rows, int num_ranks, int top_k, int h
   const FewOperand x = FewOperand::of(some, static_cast<std::uint32_t>(hidden), numbers),
                    h = FewOperand::of(some * static_cast<std::uint32_t>(top_k),
                                       static_cast<std::uint32_t>(intermediate), numbers);
-  const std::uint32_t bytes = few_operand_bytes(x, h, numbers);
-  return few_shared_bytes(bytes, numbers, few_stages(bytes, numbers, ranks)) <= kMostFewSharedBytes;
+  return few_shared_bytes(few_operand_bytes(x, h, numbers), numbers, ranks) <= kMostFewSharedBytes;
 }
 
 using FewKernel = void (*)(FewParams);
