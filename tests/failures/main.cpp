@@ -35,7 +35,7 @@ namespace switchyard::failures {
 namespace {
 
 struct Options {
-  std::uint64_t seed = 1, trials = 40, jobs = 8;
+  std::uint64_t seed = 1, trials = 40, jobs = 0;  // jobs 0: see kHelp
   Limits limits;
   std::string json, only, commit = "unknown", command;
   bool hosts = true, verbose = false;
@@ -48,6 +48,8 @@ constexpr const char* kHelp =
     "               [--deadline-ms N] [--slack-ms N] [--at-once-ms N] [--json FILE --commit TEXT]\n"
     "  --gpus       so many: a rank has one of them for its layers, and there is nothing but "
     "layers and collectives\n"
+    "  --jobs       trials at a time (default 8; with --gpus 1, as a driver starts one process "
+    "after another)\n"
     "  --only       trials whose kind has this in it: 'stop in mix', 'several hosts', 'launched'\n"
     "  --slack-ms   what a rank may take beyond the deadline to notice a stopped one\n"
     "  --at-once-ms what a rank may take to notice one whose process has ended\n";
@@ -107,6 +109,7 @@ Options read_options(int argc, char** argv) {
       refuse(fmt::format("there is no option '{}'", name));
     }
   }
+  if (options.jobs == 0) options.jobs = options.gpus > 0 ? 1 : 8;
   return options;
 }
 
