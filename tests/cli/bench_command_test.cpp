@@ -4,8 +4,14 @@
 #include <sys/stat.h>
 
 #include <algorithm>
+#include <array>
 #include <chrono>
+#include <cstdint>
+#include <filesystem>
+#include <fstream>
+#include <set>
 #include <sstream>
+#include <string>
 
 #include "base/join.h"
 #include "bench/suite.h"
@@ -71,6 +77,27 @@ TEST_F(Bench, GivenRoutingIsAPointOfItsOwn) {
     EXPECT_EQ(rows[i]["beta_reached"], rows[i + 4]["beta_reached"]);
     EXPECT_EQ(rows[i + 4]["routing"], "given");
   }
+}
+
+TEST_F(Bench, WritesTheRoutingForRivals) {
+  const Arguments routed =
+      join({"bench", "--backend", "cpu", "--tokens", "1,64", "--repeat", "3"}, kTiny);
+  const std::filesystem::path folder = directory_ / "routing";
+  std::filesystem::create_directory(folder);
+  run_well(join(routed, {"--given-routing", "--routing-to", folder}));
+  int files = 0;
+  for (const auto& entry : std::filesystem::directory_iterator(folder)) {
+    ++files;
+    std::ifstream file(entry.path(), std::ios::binary);
+    std::array<std::int32_t, 8> ids{};
+    int tokens = 0;
+    for (; file.read(reinterpret_cast<char*>(ids.data()), sizeof ids); ++tokens) {
+      EXPECT_THAT(ids, ::testing::Each(::testing::AllOf(::testing::Ge(0), ::testing::Lt(16))));
+      EXPECT_EQ(std::set(ids.begin(), ids.end()).size(), ids.size());
+    }
+    EXPECT_EQ(entry.path().filename(), "olmoe-bf16-1x" + std::to_string(tokens) + ".i32");
+  }
+  EXPECT_EQ(files, 2);
 }
 
 TEST_F(Bench, Fp8WeightsInBf16Arithmetic) {
@@ -174,6 +201,9 @@ TEST_F(Bench, RefusesWhatMakesNoSense) {
   expect_refused({"--model", "olmoe", "--given-routing", "--gated"},
                  {"--given-routing", "--gated"});
   expect_refused({"--model", "olmoe", "--json", "/no/such/place.json"}, {"/no/such"});
+  expect_refused({"--model", "olmoe", "--routing-to", "/tmp"}, {"--routing-to", "--given-routing"});
+  expect_refused({"--model", "olmoe", "--given-routing", "--routing-to", "/no/such"},
+                 {"--routing-to is '/no/such'", "no folder"});
   expect_refused({"--suite", "astero", "--dtype", "f32"},
                  {"--dtype is f32", "astero is measured in fp8, bf16"});
   expect_refused({"--suite", "astero", "--dtype", "fp8", "--compute", "bf16"},
