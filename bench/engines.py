@@ -19,8 +19,9 @@ The program does these things with a cell, in this order, or those that --do nam
            the logits of an engine that was started so
 
 --topology dp2ep2 starts two engines of vLLM, or one of SGLang with two ranks, with data and expert parallelism over two
-GPUs; dp4ep4 is the same over four. `switchyard` is its fused kernel over the ranks, `switchyard_local` its local experts with the engine's exchange,
-and vLLM's own backends may name an exchange (`triton+deepep_low_latency`; its default is allgather_reducescatter).
+GPUs; dp4ep4 is the same over four. `switchyard` is its fused kernel over the ranks, `switchyard_local` its local experts
+with the engine's exchange, and vLLM's own backends may name an exchange (`triton+deepep_low_latency`; its default is
+allgather_reducescatter).
 Batches and prompts are those of each rank, times those of the slowest, and tokens and requests per second those of
 all. `life` and `none` are for one GPU. `kill` and `stop` are for two: rank 1 is killed or stopped while both serve, and
 rank 0, or SGLang's engine, must end by saying so.

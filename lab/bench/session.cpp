@@ -55,9 +55,10 @@ void write_routing(const std::filesystem::path& folder, const results::Row& row,
   file.write(reinterpret_cast<const char*>(measured.topk_ids.data()),
              static_cast<std::streamsize>(measured.topk_ids.size() * sizeof(std::int32_t)));
   file.close();
-  if (!file)
+  if (!file) {
     throw Error(ErrorCode::kSystem,
                 fmt::format("cannot write {}; free some disk", printable(path)));
+  }
 }
 
 }  // namespace

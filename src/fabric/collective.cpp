@@ -67,7 +67,7 @@ void share_outcome(Fabric& fabric, const std::optional<Error>& mine,
     std::int32_t waiter = 0, peer = 0, reserved = 0;
     std::uint64_t slot = 0, expected = 0, observed = 0;
     double waited_seconds = 0;
-    std::array<char, 448> message{};
+    std::array<char, 512> message{};
   };
   Outcome outcome;
   if (mine) {
