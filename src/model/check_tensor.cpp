@@ -119,8 +119,8 @@ void check_four_bit_values(const std::string& name, const MatrixView& view) {
       };
       if (std::isnan(scale_to_f32(view.scale, view.scale_dtype, at))) {
         throw Error(ErrorCode::kInvalidArgument,
-                    fmt::format("{}'s scale of {} is NaN ({}); the checkpoint is damaged, "
-                                "download it again",
+                    fmt::format("{}'s scale of {} is NaN ({}); it must be a number. A checkpoint "
+                                "that has it is damaged: download it again",
                                 name, place(), to_string(view.scale_dtype)));
       }
       if (view.zero != nullptr && view.zero[at] > 15) {

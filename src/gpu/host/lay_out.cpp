@@ -289,7 +289,9 @@ void WeightLayout::require_good_scales() const {
                                         box_names_[bad.number][bad.half], bad.row, bad.group);
   if (bad.code == 255) {
     throw Error(ErrorCode::kInvalidArgument,
-                fmt::format("{} is NaN; the checkpoint is damaged, download it again", place));
+                fmt::format("{} is NaN; it must be a number. A checkpoint that has it is damaged: "
+                            "download it again",
+                            place));
   }
   const int power = static_cast<int>(bad.code) - 127;
   if (bad.code <= kMostMxScale) {
