@@ -341,13 +341,10 @@ def parse():
     args.adapter = importlib.import_module(f"engine_{args.engine}")
     args.gpus = TOPOLOGIES[args.topology]
     args.engines = args.gpus if args.adapter.ENGINE_PER_RANK else 1
-    if args.gpus > 1:
-        if args.gpus > 2 and {"kill", "stop"} & set(args.do):
-            parser.error("kill and stop are of two ranks: use --topology dp2ep2")
-        if "life" in args.do or any(cell.backend == "none" for cell in args.cells):
-            parser.error(f"--topology {args.topology} goes without life and without the backend none")
-    elif {"kill", "stop"} & set(args.do):
-        parser.error("kill and stop need ranks: use --topology dp2ep2")
+    if args.gpus > 1 and ("life" in args.do or any(cell.backend == "none" for cell in args.cells)):
+        parser.error(f"--topology {args.topology} goes without life and without the backend none")
+    if args.gpus != 2 and {"kill", "stop"} & set(args.do):
+        parser.error("kill and stop need two ranks: use --topology dp2ep2")
     return args
 
 

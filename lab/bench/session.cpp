@@ -6,13 +6,13 @@
 #include <cmath>
 #include <cstdint>
 #include <filesystem>
-#include <fstream>
 #include <string>
+#include <string_view>
 #include <utility>
 
 #include "base/names.h"
 #include "base/plural.h"
-#include "base/printable.h"
+#include "base/whole_file.h"
 #include "bench/load.h"
 #include "bench/skew.h"
 #include "gpu/device.h"
@@ -50,15 +50,9 @@ void write_routing(const std::filesystem::path& folder, const results::Row& row,
   std::string name =
       fmt::format("{}-{}-{}x{}", row.model, row.dtype, row.ranks, row.tokens_per_rank);
   if (row.beta != 1) name += fmt::format("-beta{}", row.beta);
-  const std::filesystem::path path = folder / (name + ".i32");
-  std::ofstream file(path, std::ios::binary);
-  file.write(reinterpret_cast<const char*>(measured.topk_ids.data()),
-             static_cast<std::streamsize>(measured.topk_ids.size() * sizeof(std::int32_t)));
-  file.close();
-  if (!file) {
-    throw Error(ErrorCode::kSystem,
-                fmt::format("cannot write {}; free some disk", printable(path)));
-  }
+  const auto* const ids = reinterpret_cast<const char*>(measured.topk_ids.data());
+  write_whole(folder / (name + ".i32"),
+              std::string_view(ids, measured.topk_ids.size() * sizeof(std::int32_t)));
 }
 
 }  // namespace

@@ -92,7 +92,7 @@ def four_bit_table():
                 rival = ([row["rival"], microseconds(row["rival_us"]), f"{gain_of(row):.2f}×"] if row["rival_us"]
                          else ["–"] * 3)
                 cells.append([str(row["tokens_per_rank"]), microseconds(row["median_us"]), *rate_cells(row), *rival])
-            lines += ["", f"{layer}, {'MXFP4' if weights == 'mxfp4' else 'INT4'}", "", *table(heads, cells)]
+            lines += ["", f"{layer}, {weights.upper()}", "", *table(heads, cells)]
         lines += ["", gpu_provenance(of_type)]
     return "\n".join(lines[1:])
 

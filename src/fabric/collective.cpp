@@ -8,6 +8,7 @@
 
 #include "base/join.h"
 #include "fabric/fabric.h"
+#include "fabric/frames.h"
 
 namespace switchyard {
 
@@ -63,43 +64,28 @@ void share_outcome(Fabric& fabric, const std::optional<Error>& mine,
   }
   struct Outcome {
     std::int32_t failed = 0, timed_out = 0;
-    std::int32_t code = 0;
-    std::int32_t waiter = 0, peer = 0, reserved = 0;
-    std::uint64_t slot = 0, expected = 0, observed = 0;
-    double waited_seconds = 0;
+    FailureBody body;
     std::array<char, 512> message{};
   };
   Outcome outcome;
   if (mine) {
     outcome.failed = 1;
-    outcome.code = static_cast<std::int32_t>(mine->code());
+    outcome.timed_out = wait ? 1 : 0;
+    outcome.body = FailureBody::of(mine->code(), wait.value_or(WaitFailure()));
     const std::string_view text = mine->what();
     std::copy_n(text.begin(), std::min(text.size(), outcome.message.size() - 1),
                 outcome.message.begin());
-  }
-  if (wait) {
-    outcome.timed_out = 1;
-    outcome.waiter = wait->waiter_rank;
-    outcome.peer = wait->peer_rank;
-    outcome.slot = wait->slot;
-    outcome.expected = wait->expected;
-    outcome.observed = wait->observed;
-    outcome.waited_seconds = wait->waited_seconds;
   }
   const std::vector<Outcome> all = gather(fabric, outcome);
   for (std::size_t r = 0; r < all.size(); ++r) {
     const Outcome& theirs = all[r];
     if (theirs.failed == 0) continue;
-    const auto code = static_cast<ErrorCode>(theirs.code);
+    const auto code = static_cast<ErrorCode>(theirs.body.code);
     if (theirs.timed_out == 0) {
       throw Error(code, fmt::format("rank {}: {}", r, theirs.message.data()));
     }
-    // Waits that are shared are those in which a world is made (attempt_together()).
-    WaitFailure failure = bootstrap_failure(
-        theirs.waiter, theirs.peer, theirs.slot, static_cast<int>(theirs.expected),
-        static_cast<int>(theirs.observed), std::chrono::nanoseconds(0));
-    failure.waited_seconds = theirs.waited_seconds;
-    throw TimeoutError(code, theirs.message.data(), failure);  // which names the rank that waited
+    // The message names the rank that waited.
+    throw TimeoutError(code, theirs.message.data(), theirs.body.failure());
   }
 }
 

@@ -15,19 +15,6 @@
 namespace switchyard {
 namespace {
 
-// The beginning of a failure report's payload. The message's text follows it.
-struct FailureBody {
-  std::int32_t code = 0;
-  std::int32_t waiter_rank = 0;
-  std::int32_t peer_rank = 0;
-  std::int32_t aborted = 0;  // 1: the phase is "abort", else "bootstrap"
-  std::uint64_t slot = 0;
-  std::uint64_t expected = 0;
-  std::uint64_t observed = 0;
-  double waited_seconds = 0;
-};
-static_assert(sizeof(FailureBody) == 48);
-
 // The last value of ErrorCode.
 constexpr auto kLastErrorCode = static_cast<std::int32_t>(ErrorCode::kSystem);
 
@@ -44,8 +31,7 @@ SharedPayload payload_of(const void* bytes, std::size_t num_bytes) {
 
 SharedPayload payload_of(const HelloBody& hello) { return payload_of(&hello, sizeof hello); }
 
-SharedPayload failure_payload(ErrorCode code, std::string_view message,
-                              const WaitFailure& failure) {
+FailureBody FailureBody::of(ErrorCode code, const WaitFailure& failure) {
   FailureBody body;
   body.code = static_cast<std::int32_t>(code);
   body.waiter_rank = failure.waiter_rank;
@@ -55,6 +41,24 @@ SharedPayload failure_payload(ErrorCode code, std::string_view message,
   body.expected = failure.expected;
   body.observed = failure.observed;
   body.waited_seconds = failure.waited_seconds;
+  return body;
+}
+
+WaitFailure FailureBody::failure() const {
+  WaitFailure failure;
+  failure.phase = aborted == 1 ? kAbortPhase : "bootstrap";
+  failure.waiter_rank = waiter_rank;
+  failure.peer_rank = peer_rank;
+  failure.slot = slot;
+  failure.expected = expected;
+  failure.observed = observed;
+  failure.waited_seconds = std::isfinite(waited_seconds) ? waited_seconds : 0;
+  return failure;
+}
+
+SharedPayload failure_payload(ErrorCode code, std::string_view message,
+                              const WaitFailure& failure) {
+  const FailureBody body = FailureBody::of(code, failure);
   message = message.substr(0, kMaxFailureBytes - sizeof body);
   Payload payload(sizeof body + message.size());
   std::memcpy(payload.data(), &body, sizeof body);
@@ -99,13 +103,7 @@ ReceivedFailure read_failure(const Frame& frame) {
   received.code = static_cast<ErrorCode>(body.code);
   received.message.assign(reinterpret_cast<const char*>(payload.data()) + sizeof body,
                           payload.size() - sizeof body);
-  received.failure.waiter_rank = body.waiter_rank;
-  received.failure.peer_rank = body.peer_rank;
-  if (body.aborted == 1) received.failure.phase = kAbortPhase;
-  received.failure.slot = body.slot;
-  received.failure.expected = body.expected;
-  received.failure.observed = body.observed;
-  received.failure.waited_seconds = std::isfinite(body.waited_seconds) ? body.waited_seconds : 0;
+  received.failure = body.failure();
   return received;
 }
 

@@ -33,6 +33,22 @@ static_assert(sizeof(HelloBody) == 24, "no padding: every byte of it is sent");
 // known.
 std::uint64_t hash_of_job(std::string_view job);
 
+// A failure as it is sent. In a failure report's payload the message's text follows it.
+struct FailureBody {
+  std::int32_t code = 0;
+  std::int32_t waiter_rank = 0;
+  std::int32_t peer_rank = 0;
+  std::int32_t aborted = 0;  // 1: the phase is "abort", else "bootstrap"
+  std::uint64_t slot = 0;
+  std::uint64_t expected = 0;
+  std::uint64_t observed = 0;
+  double waited_seconds = 0;
+
+  static FailureBody of(ErrorCode code, const WaitFailure& failure);
+  WaitFailure failure() const;
+};
+static_assert(sizeof(FailureBody) == 48, "no padding: every byte of it is sent");
+
 struct ReceivedFailure {
   ErrorCode code = ErrorCode::kAborted;
   std::string message;

@@ -74,6 +74,7 @@ Verdict judge(const Trial& trial, const Limits& limits, const Board& board, cons
               const Launched* launched) {
   using std::chrono::nanoseconds;
   Verdict verdict;
+  verdict.before_harm = ending.before_harm;
   std::vector<int> pids;
   for (int r = 0; r < trial.ranks; ++r) pids.push_back(board.ranks[r].pid);
   const std::int64_t harmed = board.harmed_ns;
@@ -116,6 +117,8 @@ Verdict judge(const Trial& trial, const Limits& limits, const Board& board, cons
                           rank.failed_ns - harmed >= nanoseconds(limits.grace).count();
     const bool comes_too_late =
         trial.scene == Scene::kStart && (!is_in_touch(r) || is_ended) && rank.peer == 0;
+    // A victim that fails with the others may come to its harm afterwards.
+    verdict.before_harm |= rank.failed_ns != 0 && rank.failed_ns < harmed;
     std::string said, bad;
     switch (outcome) {
       case Outcome::kNone:
@@ -194,12 +197,6 @@ Verdict judge(const Trial& trial, const Limits& limits, const Board& board, cons
       }
     }
     verdict.report += fmt::format("    rank {}{}, in {}: {}\n", r, bad, doing, said);
-  }
-  // A victim that fails with the others may come to its harm afterwards.
-  verdict.before_harm = ending.before_harm;
-  for (int r = 0; r < trial.ranks; ++r) {
-    const std::int64_t failed = board.ranks[r].failed_ns;
-    verdict.before_harm |= r != trial.victim && failed != 0 && harmed != 0 && failed < harmed;
   }
   if (verdict.before_harm) {
     blame(verdict.wrong, "a rank failed before the harm");
