@@ -232,7 +232,7 @@ enum {
   SY_RELU = 3,       // max(v, 0)
   SY_RELU2 = 4,      // max(v, 0)^2
   SY_IDENTITY = 5,
-  SY_SITU = 6  // alpha tanh(v / alpha) sigmoid(v), gated only; SY_UNSUPPORTED on GPUs
+  SY_SITU = 6  // alpha tanh(v / alpha) sigmoid(v), gated only
 };
 
 // Gated: h = f(min(g, limit)) * (clamp(u, -limit, limit) + up_bias), or of SY_SITU

@@ -22,7 +22,7 @@ enum class ActivationKind : std::uint8_t {
   kRelu,      // max(v, 0)
   kRelu2,     // max(v, 0)^2
   kIdentity,
-  kSitu,  // alpha tanh(v / alpha) sigmoid(v), gated only: Kimi-K3, Inkling 2. Not on GPUs.
+  kSitu,  // alpha tanh(v / alpha) sigmoid(v), gated only: Kimi-K3, Inkling 2
 };
 
 // Gated FFN:  h = f(min(g, limit)) * (clamp(u, -limit, limit) + up_bias)   (SwiGLU, GeGLU, ...;

@@ -31,12 +31,11 @@ constexpr const char* kKimiK2 = R"({
 // quantization_config is compressed-tensors, mxfp4-pack-quantized.
 //
 // The order of a layer follows SGLang 0.5.23 (srt/models/kimi_k3.py, KimiK3MoE, and
-// srt/configs/kimi_linear.py). Parts 1, 2, 4 and 5 are not part of a LayerSpec, and 3 differs:
+// srt/configs/kimi_linear.py). Parts 1, 2, 4 and 5 are not part of a LayerSpec:
 //   1. logits of the 7168 numbers: sigmoid, a correction bias for the choice, weights that are
 //      divided by their sum. (This entry has a router of the latent space.)
 //   2. routed_expert_down_proj, 7168 -> 3584
-//   3. the routed experts: down(b tanh(g / b) sigmoid(g) * c tanh(u / c)), b = 4, c = 25: SiTU.
-//      (This entry has SiLU, its limit for large b and c, because GPUs have no SiTU.)
+//   3. the routed experts: down(b tanh(g / b) sigmoid(g) * c tanh(u / c)), b = 4, c = 25: SiTU
 //   4. an RMSNorm of their weighted sum, and routed_expert_up_proj, 3584 -> 7168
 //   5. added to that the shared experts, one of 2 x 3072 in bf16 on the 7168 numbers, with SiTU
 // The keys below say the same of a layer of Kimi-K2's family, which config.json's reader knows, and
@@ -44,7 +43,8 @@ constexpr const char* kKimiK2 = R"({
 // language_model.model.layers.L.block_sparse_moe.experts.N.{w1,w3,w2}.
 constexpr const char* kKimiK3 = R"({
   "architectures": ["DeepseekV3ForCausalLM"], "model_type": "kimi_k2",
-  "hidden_act": "silu", "hidden_size": 3584, "intermediate_size": 33792,
+  "hidden_act": "situ", "activation_situ_beta": 4.0, "activation_situ_linear_beta": 25.0,
+  "hidden_size": 3584, "intermediate_size": 33792,
   "moe_intermediate_size": 3072, "num_hidden_layers": 93, "n_routed_experts": 896,
   "num_experts_per_tok": 16, "n_shared_experts": 0, "first_k_dense_replace": 1,
   "moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc", "n_group": 1,

@@ -34,8 +34,7 @@ class Activation:
     ----------
     kind : str
         ``"silu"`` (``v * sigmoid(alpha * v)``), ``"gelu"`` (with erf), ``"gelu_tanh"``, ``"relu"``,
-        ``"relu2"``, ``"identity"`` or ``"situ"`` (``alpha * tanh(v / alpha) * sigmoid(v)``, with a gate;
-        on CPUs only).
+        ``"relu2"``, ``"identity"`` or ``"situ"`` (``alpha * tanh(v / alpha) * sigmoid(v)``, with a gate).
     gated : bool
         SwiGLU, GeGLU and so on; False: one projection and no product.
     alpha : float

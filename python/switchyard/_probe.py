@@ -139,8 +139,6 @@ def gated(
 
     clamps = [(kind, True, alpha, limit, up_bias) for kind, alpha in _candidates(slope)]
     best = _nearest(name, clamps + bends(), error_of)
-    if best.kind == "situ" and torch.device(device).type == "cuda":
-        raise Unsupported(f"{name}: its activation is SiTU, which is computed on CPUs only; run it with another implementation")
     for words, values in (("gate", (math.nan, 1)), ("up", (1, math.nan))):
         if not math.isnan(at(*values)):
             raise Unsupported(

@@ -75,12 +75,23 @@ ActivationKind activation_kind(const Keys& keys, std::string_view key, const std
       {"gelu", ActivationKind::kGelu},         {"gelu_pytorch_tanh", ActivationKind::kGeluTanh},
       {"gelu_new", ActivationKind::kGeluTanh}, {"relu", ActivationKind::kRelu},
       {"relu2", ActivationKind::kRelu2},       {"linear", ActivationKind::kIdentity},
+      {"situ", ActivationKind::kSitu},
   };
   for (const Entry& entry : kEntries)
     if (entry.name == name) return entry.kind;
   keys.fail(key, fmt::format("is {}; supported are silu, swish, gelu, gelu_pytorch_tanh, gelu_new, "
-                             "relu, relu2 and linear",
+                             "relu, relu2, linear and situ",
                              excerpt(Json(name))));
+}
+
+// Reads what gate and up of SiTU tend to.
+void read_situ(const Keys& keys, Activation& activation) {
+  const auto number = [&](std::string_view key) {
+    if (keys.find(key) == nullptr) keys.fail(key, "is missing; the activation situ needs it");
+    return keys.number_or(key, 0, 1e-6f, 1e6f);
+  };
+  activation.alpha = number("activation_situ_beta");
+  activation.limit = number("activation_situ_linear_beta");
 }
 
 // A parsed family: the spec of its ordinary MoE layers, and which layers they are.
@@ -562,6 +573,7 @@ ModelConfig parse_document(const Json& document, const std::string& source) {
   if (has_hidden_act(located.family, located.model_type))
     draft.spec.activation.kind =
         activation_kind(text, "hidden_act", text.text_or("hidden_act", "silu"));
+  if (draft.spec.activation.kind == ActivationKind::kSitu) read_situ(text, draft.spec.activation);
   if (const std::string problem = layer_problem(draft.spec); !problem.empty())
     throw Error(
         ErrorCode::kInvalidConfig,

@@ -90,8 +90,9 @@ TEST_P(GpuFewTokens, SanitizeOddShape) {
 }
 
 TEST_P(GpuFewTokens, EveryActivationWithBiases) {
-  for (int kind = 0; kind <= static_cast<int>(ActivationKind::kIdentity); ++kind) {
+  for (int kind = 0; kind <= static_cast<int>(ActivationKind::kSitu); ++kind) {
     for (const bool gated : {true, false}) {
+      if (!gated && kind == static_cast<int>(ActivationKind::kSitu)) continue;
       LayerSpec any = spec(320, 208, 6, 2);
       any.activation.kind = static_cast<ActivationKind>(kind);
       any.activation.gated = gated;
@@ -104,6 +105,9 @@ TEST_P(GpuFewTokens, EveryActivationWithBiases) {
   clamped.activation.alpha = 1.702f;
   clamped.activation.limit = 1;
   clamped.activation.up_bias = 1;
+  expect_accurate_everywhere(clamped, GetParam());
+  clamped.activation.kind = ActivationKind::kSitu;
+  clamped.activation.alpha = 0.7f;
   expect_accurate_everywhere(clamped, GetParam());
 }
 

@@ -196,8 +196,10 @@ TEST_F(GpuGroupedGemm, SizesOfMatrices) {
 TEST_F(GpuGroupedGemm, EveryActivationOrderAndTypeOfWeights) {
   for (const ActivationKind kind :
        {ActivationKind::kSilu, ActivationKind::kGelu, ActivationKind::kGeluTanh,
-        ActivationKind::kRelu, ActivationKind::kRelu2, ActivationKind::kIdentity}) {
+        ActivationKind::kRelu, ActivationKind::kRelu2, ActivationKind::kIdentity,
+        ActivationKind::kSitu}) {
     for (const bool gated : {false, true}) {
+      if (!gated && kind == ActivationKind::kSitu) continue;
       for (const GateOrder order :
            {GateOrder::kGateUp, GateOrder::kUpGate, GateOrder::kInterleaved}) {
         if (!gated && order != GateOrder::kGateUp) continue;

@@ -491,11 +491,14 @@ TEST_F(GpuOptions, WhatItDoesNotDoIsRefused) {
 TEST_F(GpuOptions, EveryActivation) {
   for (const ActivationKind kind :
        {ActivationKind::kSilu, ActivationKind::kGelu, ActivationKind::kGeluTanh,
-        ActivationKind::kRelu, ActivationKind::kRelu2, ActivationKind::kIdentity}) {
+        ActivationKind::kRelu, ActivationKind::kRelu2, ActivationKind::kIdentity,
+        ActivationKind::kSitu}) {
     for (const bool gated : {true, false}) {
+      if (!gated && kind == ActivationKind::kSitu) continue;
       for (const int tokens : {5, 290}) {
         LayerSpec spec = wide_spec(16, 4);
         spec.activation = {.kind = kind, .gated = gated};
+        if (kind == ActivationKind::kSitu) spec.activation.limit = 0.8f;
         spec.expert_bias = tokens == 5;
         SCOPED_TRACE(::testing::Message() << name_of(spec.activation) << (gated ? " gated" : "")
                                           << ", " << tokens << " tokens");

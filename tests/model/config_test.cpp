@@ -365,6 +365,11 @@ TEST(Config, BadInputNamesKeyValueAndRemedy) {
   expect_bad(mixtral(R"("num_experts_per_tok": 2, "hidden_act": "mish")"),
              {"'hidden_act' is \"mish\"", "silu"});
   expect_bad(mixtral(R"("num_experts_per_tok": 2, "hidden_act": ["\xc3\x28"])"), {"config.json"});
+  expect_bad(mixtral(R"("num_experts_per_tok": 2, "hidden_act": "situ")"),
+             {"'activation_situ_beta' is missing", "situ"});
+  expect_bad(mixtral(R"("num_experts_per_tok": 2, "hidden_act": "situ", "activation_situ_beta": 4,
+                        "activation_situ_linear_beta": -1)"),
+             {"'activation_situ_linear_beta' is -1"});
   expect_bad(R"({"model_type": "jamba", "hidden_size": 8, "intermediate_size": 8, "num_experts": 4,
     "num_experts_per_tok": 2, "num_hidden_layers": 2, "expert_layer_offset": 9})",
              {"none of the 2 layers", "expert_layer_period"});

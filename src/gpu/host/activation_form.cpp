@@ -2,8 +2,6 @@
 
 #include <limits>
 
-#include "switchyard/error.h"
-
 namespace switchyard::gpu {
 
 // Most activations are v (1 + tanh(u)) / 2 for some u.
@@ -11,10 +9,10 @@ ActivationForm form_of(const Activation& activation) {
   constexpr float kNone = std::numeric_limits<float>::infinity();
   constexpr float kMost = std::numeric_limits<float>::max();
   const auto tanh = [](float first, float second, float third, float most) {
-    return ActivationForm{true, first, second, third, most, 0, false};
+    return ActivationForm{true, first, second, third, most, 0, 0, false};
   };
   const auto ramp = [](float least, bool squares) {
-    return ActivationForm{false, 0, 0, 0, 0, least, squares};
+    return ActivationForm{false, 0, 0, 0, 0, 0, least, squares};
   };
   switch (activation.kind) {
     case ActivationKind::kSilu: return tanh(0.5f * activation.alpha, 0, 0, kMost);
@@ -25,8 +23,7 @@ ActivationForm form_of(const Activation& activation) {
     case ActivationKind::kRelu: return ramp(0, false);
     case ActivationKind::kRelu2: return ramp(0, true);
     case ActivationKind::kSitu:
-      throw Error(ErrorCode::kUnsupported,
-                  "activation.kind is situ, which GPUs do not compute yet; run the layer on CPUs");
+      return {false, 1 / activation.alpha, 1 / activation.limit, 0, 0, activation.alpha, 0, false};
     case ActivationKind::kIdentity: break;
   }
   return ramp(-kNone, false);

@@ -647,11 +647,13 @@ struct Few {
         if (kGated && p.gate_bias != nullptr) v += __ldg(p.gate_bias + at);
         if (p.up_biases != nullptr) linear += __ldg(p.up_biases + at);
         if (kGated && p.clamps) {
-          v = at_most(v, p.limit);
-          up = at_least(at_most(up, p.limit), -p.limit) + p.up_bias;
+          if (p.form.bend == 0) v = at_most(v, p.limit);
+          up = bound_up(p.form, p.limit, up) + p.up_bias;
         }
       }
-      v = p.form.is_tanh ? activate_tanh(p.form, v) : activate_ramp(p.form, v);
+      v = p.form.is_tanh     ? activate_tanh(p.form, v)
+          : p.form.bend != 0 ? activate_bend(p.form, v)
+                             : activate_ramp(p.form, v);
       if (kGated) v *= up;
       p.h[slot * std::size_t{columns} + row] = static_cast<std::uint16_t>(pack_bf16(v, 0));
     }

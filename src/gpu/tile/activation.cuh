@@ -18,9 +18,17 @@ __device__ __forceinline__ float activate_tanh(const ActivationForm& form, float
   const float u = v * ((form.third * square + form.second) * square + form.first);
   return half * fast_tanh(u) + half;
 }
+__device__ __forceinline__ float activate_bend(const ActivationForm& form, float v) {
+  return form.bend * fast_tanh(form.first * v) * (0.5f * fast_tanh(0.5f * v) + 0.5f);
+}
 __device__ __forceinline__ float activate_ramp(const ActivationForm& form, float v) {
   const float r = at_least(v, form.least);
   return form.squares ? r * r : r;
+}
+// The up factor under the limits of a gated activation.
+__device__ __forceinline__ float bound_up(const ActivationForm& form, float limit, float up) {
+  if (form.bend != 0) return form.second == 0 ? up : limit * fast_tanh(form.second * up);
+  return at_least(at_most(up, limit), -limit);
 }
 // Activates sums in place. If kGated, the first kPart of every kStep sums are gate's and are
 // multiplied by up's, which follow them.
@@ -38,6 +46,8 @@ __device__ __forceinline__ void activate_sums(const ActivationForm& form, float 
   };
   if (form.is_tanh) {
     each([&](float v) { return activate_tanh(form, v); });
+  } else if (form.bend != 0) {
+    each([&](float v) { return activate_bend(form, v); });
   } else {
     each([&](float v) { return activate_ramp(form, v); });
   }

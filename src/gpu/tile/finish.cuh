@@ -44,8 +44,11 @@ __device__ __forceinline__ void finish_products(const Epilogue<C>& epilogue, con
 #pragma unroll
     for (int i = 0; i < Its::kCount; ++i) {
       float& v = Its::at(acc, i);
-      v = at_most(v, layer.limit);
-      if (Its::of_up(i)) v = at_least(v, -layer.limit) + layer.up_bias;
+      if (Its::of_up(i)) {
+        v = bound_up(layer.form, layer.limit, v) + layer.up_bias;
+      } else if (layer.form.bend == 0) {
+        v = at_most(v, layer.limit);
+      }
     }
   }
 }

@@ -78,6 +78,9 @@ struct ActivationForm {
   bool is_tanh;
   // v (1 + tanh(v p(v^2))) / 2 with p(s) = first + s (second + s third), of s up to `most`.
   float first, second, third, most;
+  // Or bend tanh(v first) sigmoid(v), where first is 1 / bend, and up becomes limit tanh(u second);
+  // 0: not that.
+  float bend;
   // Or max(v, least), squared or not.
   float least;
   bool squares;
