@@ -82,7 +82,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   extern __shared__ __align__(1024) std::byte shared_memory[];
   auto& block = *reinterpret_cast<Storage*>(shared_memory);
   if (threadIdx.x == 0) {
-    make_ring_barriers<Config::kTokens>(block.barriers, 0);
+    make_ring_barriers<Config::kTokens, Config::kTile.stages>(block.barriers, 0);
     fence_new_barriers();
     block.life.epoch = 0;
     block.life.going = Going::kOn;

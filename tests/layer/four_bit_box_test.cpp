@@ -19,29 +19,39 @@ std::uint32_t half_of(std::uint32_t pair, std::uint32_t half) {
 }
 
 // Decodes as a kernel does: the fragment, times a scale that is a pair of bf16 numbers.
-float value_of(std::uint32_t word, std::uint32_t i, std::uint32_t scale) {
-  const std::uint32_t pair = fragment<DType::kF4E2M1>(word, i / 2);
+float value_of(const CodeWords& words, std::uint32_t i, std::uint32_t scale) {
+  const std::uint32_t pair = fragment<DType::kF4E2M1>(words, i / 2);
   const auto code = static_cast<std::uint16_t>(half_of(pair, i % 2));
   return bf16_to_f32(code) * bf16_to_f32(static_cast<std::uint16_t>(box_scale(scale) << 7));
 }
 
+constexpr std::uint32_t kPlaces = 16;  // of a pair of words
+
+// A pair of words with one code in place i and another in all others.
+template <DType kType>
+CodeWords words_with(std::uint32_t i, std::uint32_t code, std::uint32_t others) {
+  CodeWords words{};
+  for (std::uint32_t j = 0; j < kPlaces; ++j) {
+    const CodeWords placed = place_code<kType>(j == i ? code : others, j);
+    words.first |= placed.first;
+    words.second |= placed.second;
+  }
+  return words;
+}
+
 TEST(FourBitBox, EveryCodeInEveryPlaceAndScale) {
-  for (std::uint32_t i = 0; i < 8; ++i) {
+  for (std::uint32_t i = 0; i < kPlaces; ++i) {
     for (std::uint32_t code = 0; code < 16; ++code) {
-      // All others are of all ones, and of zeros.
       for (const std::uint32_t others : {0u, 15u}) {
-        std::uint32_t mxfp4 = 0, int4 = 0;
-        for (std::uint32_t j = 0; j < 8; ++j) {
-          mxfp4 |= place_code<DType::kF4E2M1>(j == i ? code : others, j);
-          int4 |= place_code<DType::kU4>(j == i ? code : others, j);
-        }
+        const CodeWords mxfp4 = words_with<DType::kF4E2M1>(i, code, others);
         for (std::uint32_t scale = 0; scale <= kMostMxScale; ++scale) {
           ASSERT_EQ(value_of(mxfp4, i, scale),
                     reference::f4e2m1_to_double(static_cast<std::uint8_t>(code)) *
                         f8e8m0_to_f32(static_cast<std::uint8_t>(scale)))
               << "place " << i << " code " << code << " scale " << scale;
         }
-        const std::uint32_t pair = fragment<DType::kU4>(int4, i / 2);
+        const std::uint32_t pair =
+            fragment<DType::kU4>(words_with<DType::kU4>(i, code, others), i / 2);
         ASSERT_EQ(bf16_to_f32(static_cast<std::uint16_t>(half_of(pair, i % 2))),
                   128.0f + static_cast<float>(code));
       }
@@ -49,14 +59,22 @@ TEST(FourBitBox, EveryCodeInEveryPlaceAndScale) {
   }
 }
 
-// Two codes never share a bit.
-TEST(FourBitBox, PlacesAreApart) {
-  for (std::uint32_t i = 0; i < 8; ++i) {
-    for (std::uint32_t j = 0; j < i; ++j) {
-      EXPECT_EQ(place_code<DType::kF4E2M1>(15, i) & place_code<DType::kF4E2M1>(15, j), 0u);
-      EXPECT_EQ(place_code<DType::kU4>(15, i) & place_code<DType::kU4>(15, j), 0u);
-    }
+// Two codes never share a bit, and all of them fill both words.
+template <DType kType>
+void expect_places_apart() {
+  CodeWords seen{};
+  for (std::uint32_t i = 0; i < kPlaces; ++i) {
+    const CodeWords of = place_code<kType>(15, i);
+    EXPECT_EQ(of.first & seen.first, 0u);
+    EXPECT_EQ(of.second & seen.second, 0u);
+    seen.first |= of.first;
+    seen.second |= of.second;
   }
+  EXPECT_EQ(seen.first & seen.second, ~0u);
+}
+TEST(FourBitBox, PlacesAreApart) {
+  expect_places_apart<DType::kF4E2M1>();
+  expect_places_apart<DType::kU4>();
 }
 
 // The threads of a box have each of its elements once. The instruction wants them so: of a k16
@@ -103,12 +121,13 @@ TEST(FourBitBox, WordsOfCodes) {
     return (row * 7 + column * 3) % 16;
   };
   for (const std::uint32_t lane : {0u, 37u, 255u}) {
-    for (std::uint32_t step = 0; step < 4; ++step) {
-      const FragmentPlace place = fragment_place(lane, step);
-      const std::uint32_t word = box_word<DType::kF4E2M1>(lane, step, code_at);
-      for (std::uint32_t i = 0; i < 8; ++i) {
-        EXPECT_EQ(value_of(word, i, 127), reference::f4e2m1_to_double(static_cast<std::uint8_t>(
-                                              code_at(place.row_of(i), place.column_of(i)))));
+    for (std::uint32_t pair = 0; pair < 2; ++pair) {
+      const CodeWords words = box_words<DType::kF4E2M1>(lane, pair, code_at);
+      for (std::uint32_t i = 0; i < kPlaces; ++i) {
+        const FragmentPlace place = fragment_place(lane, 2 * pair + i / 8);
+        EXPECT_EQ(value_of(words, i, 127),
+                  reference::f4e2m1_to_double(static_cast<std::uint8_t>(
+                      code_at(place.row_of(i % 8), place.column_of(i % 8)))));
       }
     }
   }

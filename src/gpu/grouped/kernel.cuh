@@ -172,8 +172,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   const std::uint32_t warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
   if (warp == 0) {
     if (elect()) {
-      make_ring_barriers<C::kTokens>(block.barriers, call.paired,
-                                     call.gathers != 0 ? kIndexArrivals : 0);
+      make_ring_barriers<C::kTokens, C::kTile.stages>(block.barriers, call.paired,
+                                                      call.gathers != 0 ? kIndexArrivals : 0);
       fence_new_barriers();
       block.life.epoch = 0;
       block.life.going = Going::kOn;

@@ -102,7 +102,7 @@ GroupedCut cut_of(const GroupedSchedule& schedule, const CutFacts& facts) {
       throw Error(ErrorCode::kUnsupported,
                   "schedule.stages is given, but tiles in f8_e4m3 have 4 stages; leave it");
     }
-    if (*stages < 2 || *stages > static_cast<int>(kMaxStages)) {
+    if (*stages < 2 || *stages > static_cast<int>(kUsualStages)) {
       refuse_value("stages", *stages, "2 to 12");
     }
     cut.most_stages = static_cast<std::uint32_t>(*stages);

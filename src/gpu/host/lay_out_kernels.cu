@@ -162,12 +162,12 @@ __global__ void make_boxes(const BoxCopy* list) {
           static_cast<const std::uint8_t*>(m.data)[(of.row * m.row_stride + c) / 2];
       return c % 2 == 0 ? pair & 15u : pair >> 4;
     };
-    const auto word = [&](std::uint32_t number) {
-      return copy.powers[0] != nullptr ? code_word(lane, number, code_at)
-                                       : box_word<kType>(lane, number, code_at);
+    const auto words_of = [&](std::uint32_t pair) {
+      if (copy.powers[0] == nullptr) return box_words<kType>(lane, pair, code_at);
+      return CodeWords{code_word(lane, 2 * pair, code_at), code_word(lane, 2 * pair + 1, code_at)};
     };
-    const uint4 words{word(0), word(1), word(2), word(3)};
-    reinterpret_cast<uint4*>(to)[lane] = words;
+    const CodeWords low = words_of(0), high = words_of(1);
+    reinterpret_cast<uint4*>(to)[lane] = {low.first, low.second, high.first, high.second};
     // Two rows and two groups of columns for each of 64 pairs of rows.
     const std::uint32_t pair = lane / 4, of_row = lane % 2, group = lane / 2 % 2;
     const BoxRow of = box_row(row0 + scales_row(pair) + of_row * 8, copy.halves);

@@ -552,18 +552,19 @@ struct Few {
       if constexpr (kNumbers == FewNumbers::kInt4) {
         words.scales.y = __float_as_uint(load_shared_float(scales + 4));
       }
-#pragma unroll
-      for (int half = 0; half < kHalves; ++half) {
+      const auto multiply_half = [&]<int kHalf>() {
         Fragments a;
-        make_fragments<kStored>(words, half, a);
+        make_fragments<kHalf, kStored>(words, a);
 #pragma unroll
         for (int step = 0; step < kHalfSteps; ++step) {
-          const std::uint32_t x = column + (half * kHalfSteps + step) * 32;
+          const std::uint32_t x = column + (kHalf * kHalfSteps + step) * 32;
           multiply_16x8x16(sums, a[step][0], a[step][1], a[step][2], a[step][3],
                            __float_as_uint(load_shared_float(x)),
                            __float_as_uint(load_shared_float(x + 16)));
         }
-      }
+      };
+      multiply_half.template operator()<0>();
+      multiply_half.template operator()<1>();
       at += Box::kPart;
       column += 2 * Box::kColumns;
     }

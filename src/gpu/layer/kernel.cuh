@@ -98,7 +98,7 @@ template <typename P>
 __device__ __forceinline__ void make_barriers(const Pass<P>& pass) {
   BlockStorage<P>& block = pass.block;
   constexpr Arrivals kArrivals = arrivals_of(P::kTokens);
-  make_ring_barriers<P::kTokens>(block.barriers, pass.call.paired);
+  make_ring_barriers<P::kTokens, P::kTile.stages>(block.barriers, pass.call.paired);
   for (std::uint32_t s = 0; s < kTaskSlots; ++s) {
     init_barrier(shared_address(&block.queue.task_full[s]), kArrivals.task_full);
     init_barrier(shared_address(&block.queue.task_empty[s]), kArrivals.task_empty);

@@ -47,9 +47,9 @@ struct FP8Policy : FP8Tiles, LargePass {
 // of the weights, and its loading warps leave the math warps more than GroupedGemm's do.
 template <typename Tiles>
 struct FourBitPolicy : Tiles, LargePass {
-  static constexpr TileConfig kTile = BF16Tiles::kTile;
+  static constexpr TileConfig kTile = weight_major_tile(BF16Tiles::kTile.max_height(), kMaxStages);
   static constexpr int kSlotRows = BF16Tiles::kSlotRows;
-  static constexpr std::uint32_t kStagesAhead = 12;
+  static constexpr std::uint32_t kStagesAhead = 12, kStagesTogether = 4;
   static constexpr std::uint32_t kCopyVectors = 4;  // the loading warps have few registers
   static constexpr RoleRegisters kRegisters{.loading = 72, .math = 216};
   static constexpr bool kTiesOperands = true;
@@ -75,7 +75,7 @@ struct SmallPass : P {
       .weight_rows = kTileRows,
       .token_rows = {std::max(P::kSmallTokens, P::kTile.token_rows.least), P::kSmallTokens,
                      P::kTile.token_rows.least},
-      .stages = kMaxStages,
+      .stages = P::kTile.stages,
       .orientation = Orientation::kWeightMajor,
       .cluster = 1,
       .most_log2_split = 2};

@@ -88,15 +88,15 @@ struct RingMemory {
 struct RingBarriers {
   alignas(8) std::uint64_t full[kMaxStages], empty[kMaxStages];
 };
-// Initialises the ring's barriers. Called by one thread; a fence has to follow. `paired`: 1 if a
-// pair of blocks fills and frees the stages, else 0. `more_fillers`: threads that arrive at a full
-// stage beside those of arrivals_of().
-template <TokenSource kTokens>
+// Initialises the barriers of so many stages. Called by one thread; a fence has to follow.
+// `paired`: 1 if a pair of blocks fills and frees the stages, else 0. `more_fillers`: threads that
+// arrive at a full stage beside those of arrivals_of().
+template <TokenSource kTokens, std::uint32_t kStages>
 __device__ __forceinline__ void make_ring_barriers(RingBarriers& barriers,
                                                    const std::uint32_t& paired,
                                                    std::uint32_t more_fillers = 0) {
   constexpr Arrivals kArrivals = arrivals_of(kTokens);
-  for (std::uint32_t s = 0; s < kMaxStages; ++s) {
+  for (std::uint32_t s = 0; s < kStages; ++s) {
     init_barrier(shared_address(&barriers.full[s]), kArrivals.full + more_fillers);
     init_barrier(shared_address(&barriers.empty[s]), kArrivals.empty << paired);
   }

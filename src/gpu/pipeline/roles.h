@@ -23,8 +23,9 @@ enum class TokenSource {
   kGathered,  // two warps copy rows from where they are
 };
 
-// The ring of stages in a block's shared memory: see pipeline/ring.cuh.
-inline constexpr std::uint32_t kRingBytes = 192 * 1024, kMaxStages = 12;
+// The ring of stages in a block's shared memory: see pipeline/ring.cuh. Stages of four-bit weights
+// are small, so there are more of them.
+inline constexpr std::uint32_t kRingBytes = 192 * 1024, kUsualStages = 12, kMaxStages = 24;
 
 struct RoleWarps {
   int first, count;

@@ -28,6 +28,15 @@ __device__ __forceinline__ void multiply_16x8x16_f16(float (&c)[4], std::uint32_
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
+// Loads four 8 x 8 matrices of 16-bit elements, whose rows are at the addresses of lanes 0 to 7, 8
+// to 15 and so on. Lane 4 g + t gets elements 2 t and 2 t + 1 of row g of each.
+__device__ __forceinline__ void load_matrices(std::uint32_t address, std::uint32_t (&to)[4]) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+               : "r"(address)
+               : "memory");
+}
+
 // Stores four 8 x 8 matrices of 16-bit elements whose rows are in a warp's registers. With
 // kTransposed their columns become rows in shared memory.
 template <bool kTransposed = true>

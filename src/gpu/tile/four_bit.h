@@ -2,9 +2,9 @@
 //
 // A box is kTileRows weight rows x a stage's columns: 64 rows for each math warpgroup, cut into the
 // fragments of four instructions. Every thread has 32 codes of a box, 16 bytes, which one load
-// takes to its registers: a word for each instruction, eight codes, two in each register that the
-// instruction wants. Behind the codes are the scales of each warp's 16 rows. The bits of a word
-// stand where few instructions make bf16 of them; see fragment().
+// takes to its registers: two words for each two instructions, sixteen codes, two in each register
+// that an instruction wants. Behind the codes are the scales of each warp's 16 rows. The bits of
+// the words stand where few instructions make bf16 of them; see fragment().
 #pragma once
 
 #include <cstdint>
@@ -57,47 +57,68 @@ SWITCHYARD_HOST_DEVICE constexpr std::uint32_t scales_row(std::uint32_t i) {
   return i / 8 * 16 + i % 8;
 }
 
-// One code in its place in a word.
+// Sixteen codes, of two neighbouring instructions, stand in a pair of words. A register of bf16 has
+// the sign and the magnitude of each of its two codes at kCodeBits. In the words it stands turned
+// left by so many bits. Three registers of each instruction fill three quarters of its word. The
+// fourth registers of both fill what is left of both words, at kOfFirst of the first.
+inline constexpr std::uint32_t kCodeBits = 0x81c081c0u, kOfFirst = 0x30603060u;
+SWITCHYARD_HOST_DEVICE constexpr std::uint32_t turn_of(std::uint32_t reg) {
+  constexpr std::uint32_t kTurns[8] = {2, 8, 28, 0, 4, 26, 30, 6};
+  return kTurns[reg];
+}
+SWITCHYARD_HOST_DEVICE constexpr std::uint32_t turn_left(std::uint32_t word, std::uint32_t bits) {
+  return word << bits % 32 | word >> (32 - bits) % 32;
+}
+struct CodeWords {
+  std::uint32_t first, second;
+};
+
+// One code in its place in a pair of words: `i` counts the codes of both instructions.
 template <DType kType>
-SWITCHYARD_HOST_DEVICE constexpr std::uint32_t place_code(std::uint32_t code, std::uint32_t i) {
+SWITCHYARD_HOST_DEVICE constexpr CodeWords place_code(std::uint32_t code, std::uint32_t i) {
   const std::uint32_t half = i % 2 * 16, reg = i / 2;
   if constexpr (kType == DType::kU4) {
-    return code << (half + 4 * reg);
+    const std::uint32_t word = code << (half + 4 * (reg % 4));
+    return reg < 4 ? CodeWords{word, 0} : CodeWords{0, word};
   } else {
-    const std::uint32_t sign = code >> 3, magnitude = code & 7;
-    // The last register's bits fill the gaps that the others leave.
-    if (reg == 3) {
-      return (sign << 14 | (magnitude >> 2) << 13 | (magnitude & 3) << 10) << half;
-    }
-    return (sign << (15 - 3 * reg) | magnitude << (6 - 3 * reg)) << half;
+    const std::uint32_t word =
+        turn_left(((code >> 3) << 15 | (code & 7) << 6) << half, turn_of(reg));
+    if (reg % 4 == 3) return {word & kOfFirst, word & ~kOfFirst};
+    return reg < 4 ? CodeWords{word, 0} : CodeWords{0, word};
   }
 }
 
-// The two codes of a register as numbers of bf16: of MXFP4 their values times 2^-126, of INT4 128 +
-// their codes. Both are exact.
+// The two codes of register `reg` of eight as numbers of bf16: of MXFP4 their values times 2^-126,
+// of INT4 128 + their codes. Both are exact.
 template <DType kType>
-SWITCHYARD_HOST_DEVICE constexpr std::uint32_t fragment(std::uint32_t word, std::uint32_t reg) {
+SWITCHYARD_HOST_DEVICE constexpr std::uint32_t fragment(const CodeWords& words, std::uint32_t reg) {
   if constexpr (kType == DType::kU4) {
-    return (word >> (4 * reg) & 0x000f000fu) | 0x43004300u;
-  } else if (reg == 3) {
-    return (word << 1 & 0x80008000u) | (word >> 5 & 0x01000100u) | (word >> 4 & 0x00c000c0u);
+    return ((reg < 4 ? words.first : words.second) >> (4 * (reg % 4)) & 0x000f000fu) | 0x43004300u;
   } else {
-    // A sign, and the exponent and mantissa at the end of bf16's exponent: 2^126 takes them to
-    // their values, those without an exponent, too.
-    return word << (3 * reg) & 0x81c081c0u;
+    // The exponent and mantissa are at the end of bf16's exponent: 2^126 takes them to their
+    // values, those without an exponent, too.
+    const std::uint32_t word = reg % 4 == 3 ? (words.first & kOfFirst) | (words.second & ~kOfFirst)
+                               : reg < 4    ? words.first
+                                            : words.second;
+    const std::uint32_t back = 32 - turn_of(reg);
+    // Where no bit has gone around, a shift does, which another unit of the processor can take.
+    return (back < 16 ? word << back : turn_left(word, back)) & kCodeBits;
   }
 }
 
-// The word of thread `lane` of a box for instruction `step`. code_at(row, column) is a code.
+// The pair of words of thread `lane` of a box for instructions 2 `pair` and the next.
+// code_at(row, column) is a code.
 template <DType kType, typename CodeAt>
-SWITCHYARD_HOST_DEVICE std::uint32_t box_word(std::uint32_t lane, std::uint32_t step,
-                                              CodeAt&& code_at) {
-  const FragmentPlace place = fragment_place(lane, step);
-  std::uint32_t word = 0;
-  for (std::uint32_t i = 0; i < 8; ++i) {
-    word |= place_code<kType>(code_at(place.row_of(i), place.column_of(i)), i);
+SWITCHYARD_HOST_DEVICE CodeWords box_words(std::uint32_t lane, std::uint32_t pair,
+                                           CodeAt&& code_at) {
+  CodeWords words{};
+  for (std::uint32_t i = 0; i < 16; ++i) {
+    const FragmentPlace place = fragment_place(lane, 2 * pair + i / 8);
+    const CodeWords of = place_code<kType>(code_at(place.row_of(i % 8), place.column_of(i % 8)), i);
+    words.first |= of.first;
+    words.second |= of.second;
   }
-  return word;
+  return words;
 }
 
 // The row of a matrix that stands in row `row` of its boxes, counted over all of them. With two

@@ -20,17 +20,26 @@ struct OperandRegisters {
 template <>
 struct OperandRegisters<false> {};
 
+// Multiplies a pair of bf16 by the lower or upper number of another. The instruction takes half of
+// an operand for both, if the pair is taken apart and put together so.
+template <int kHalf>
 __device__ __forceinline__ std::uint32_t multiply_bf16(std::uint32_t a, std::uint32_t b) {
   std::uint32_t product;
-  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
+  asm("{\n.reg .b16 h<2>;\n.reg .b32 both;\nmov.b32 {h0, h1}, %2;\nmov.b32 both, {h%3, h%3};\n"
+      "mul.rn.bf16x2 %0, %1, both;\n}"
+      : "=r"(product)
+      : "r"(a), "r"(b), "n"(kHalf));
   return product;
 }
 // The same, into a register that keeps its number if `go` is 0, which it never is.
+template <int kHalf>
 __device__ __forceinline__ void multiply_bf16_into(std::uint32_t& to, std::uint32_t a,
                                                    std::uint32_t b, std::uint32_t go) {
-  asm volatile("{\n.reg .pred p;\nsetp.ne.u32 p, %3, 0;\n@p mul.rn.bf16x2 %0, %1, %2;\n}"
-               : "+r"(to)
-               : "r"(a), "r"(b), "r"(go));
+  asm volatile(
+      "{\n.reg .pred p;\n.reg .b16 h<2>;\n.reg .b32 both;\nsetp.ne.u32 p, %3, 0;\n"
+      "mov.b32 {h0, h1}, %2;\nmov.b32 both, {h%4, h%4};\n@p mul.rn.bf16x2 %0, %1, both;\n}"
+      : "+r"(to)
+      : "r"(a), "r"(b), "r"(go), "n"(kHalf));
 }
 __device__ __forceinline__ std::uint32_t subtract_bf16(std::uint32_t a, std::uint32_t b) {
   std::uint32_t difference;
@@ -38,25 +47,23 @@ __device__ __forceinline__ std::uint32_t subtract_bf16(std::uint32_t a, std::uin
   return difference;
 }
 
-// The scales of this thread's two rows for one group of columns, each as a pair of equal numbers.
+// The scales of this thread's two rows of a box, for two groups of columns each: of MXFP4 a pair
+// for each row, of INT4 a pair for each group.
 template <DType kType>
 struct RowScales {
-  std::uint32_t of[2];
+  std::uint32_t pairs[2];
 
-  // `words`: the thread's scales of the box; `group`: 0 or 1.
-  __device__ __forceinline__ RowScales(const uint2& words, int group) {
-#pragma unroll
-    for (int row = 0; row < 2; ++row) {
-      if constexpr (kType == DType::kF4E2M1) {
-        // The byte is the exponent of bf16, which begins at bit 7.
-        const std::uint32_t byte = static_cast<std::uint32_t>(2 * group + row);
-        of[row] = __byte_perm(words.x, 0, 0x4040 | byte | byte << 8) << 7;
-      } else {
-        const std::uint32_t pair = group == 0 ? words.x : words.y;
-        of[row] = __byte_perm(pair, 0, row == 0 ? 0x1010 : 0x3232);
-      }
+  // `words`: the thread's scales of the box.
+  __device__ __forceinline__ explicit RowScales(const uint2& words) : pairs{words.x, words.y} {
+    if constexpr (kType == DType::kF4E2M1) {
+      // Bytes are exponents of bf16, which begin at bit 7: of both rows in turn.
+      pairs[0] = words.x << 7 & 0x7f807f80u;
+      pairs[1] = words.x >> 1 & 0x7f807f80u;
     }
   }
+  static constexpr bool kOfRows = kType == DType::kF4E2M1;
+  static constexpr int half(int row, int group) { return kOfRows ? group : row; }
+  __device__ std::uint32_t pair(int row, int group) const { return pairs[kOfRows ? row : group]; }
 };
 
 // This thread's codes and scales of a box.
@@ -91,29 +98,37 @@ class BoxPlaces {
 };
 
 // The operands of the half's instructions. A half is a group of columns that share a scale.
-template <DType kType, typename Assign>
-__device__ __forceinline__ void make_fragments(const BoxWords& words, int half, Fragments& to,
+// assign<kHalf>(register, codes, scales) multiplies codes by the scale in that half.
+template <int kGroup, DType kType, typename Assign>
+__device__ __forceinline__ void make_fragments(const BoxWords& words, Fragments& to,
                                                Assign&& assign) {
-  const std::uint32_t codes[kHalfSteps] = {half == 0 ? words.codes.x : words.codes.z,
-                                           half == 0 ? words.codes.y : words.codes.w};
-  const RowScales<kType> scale(words.scales, half);
+  const CodeWords codes = kGroup == 0 ? CodeWords{words.codes.x, words.codes.y}
+                                      : CodeWords{words.codes.z, words.codes.w};
+  using Scales = RowScales<kType>;
+  const Scales scales(words.scales);
 #pragma unroll
-  for (int step = 0; step < kHalfSteps; ++step) {
+  for (std::uint32_t step = 0; step < kHalfSteps; ++step) {
 #pragma unroll
     for (std::uint32_t reg = 0; reg < 4; ++reg) {
-      std::uint32_t value = fragment<kType>(codes[step], reg);
+      std::uint32_t value = fragment<kType>(codes, 4 * step + reg);
       // 136: the zero of a code, 8, where fragment() puts it.
       if constexpr (kType == DType::kU4) value = subtract_bf16(value, 0x43084308u);
-      assign(to[step][reg], value, scale.of[reg % 2]);
+      if (reg % 2 == 0) {
+        assign.template operator()<Scales::half(0, kGroup)>(to[step][reg], value,
+                                                            scales.pair(0, kGroup));
+      } else {
+        assign.template operator()<Scales::half(1, kGroup)>(to[step][reg], value,
+                                                            scales.pair(1, kGroup));
+      }
     }
   }
 }
-template <DType kType>
-__device__ __forceinline__ void make_fragments(const BoxWords& words, int half, Fragments& to) {
-  make_fragments<kType>(words, half, to,
-                        [](std::uint32_t& product, std::uint32_t a, std::uint32_t b) {
-                          product = multiply_bf16(a, b);
-                        });
+template <int kGroup, DType kType>
+__device__ __forceinline__ void make_fragments(const BoxWords& words, Fragments& to) {
+  make_fragments<kGroup, kType>(
+      words, to, [&]<int kHalf>(std::uint32_t& product, std::uint32_t a, std::uint32_t b) {
+        product = multiply_bf16<kHalf>(a, b);
+      });
 }
 
 // --- Fragments in E4M3: of a group of 32 columns, which one instruction takes.

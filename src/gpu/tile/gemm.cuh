@@ -29,6 +29,12 @@ __device__ __forceinline__ void gemm_tile(const TilePipeline<C>& pipeline, const
     if constexpr (kMakesCodes<C>) {
       multiply_as_codes<N>(pipeline, k_blocks, place, math_group(), sink.code_steps(meets), started,
                            acc);
+    } else if constexpr (kFourBit<C> && N == 16) {
+      if (task.rows <= 8) {
+        multiply_low<1, N>(pipeline, k_blocks, place, math_group(), started, acc);
+      } else {
+        multiply_low<2, N>(pipeline, k_blocks, place, math_group(), started, acc);
+      }
     } else {
       multiply_weight_major<N>(pipeline, k_blocks, place, math_group(), task.block % 2, started,
                                weights, acc);

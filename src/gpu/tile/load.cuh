@@ -61,6 +61,25 @@ struct WeightSource {
   const std::byte* boxes = nullptr;  // of four-bit weights, in place of the map; see weight_boxes()
 };
 
+// How many stages must be free before they are filled together: a look at a barrier takes a thread
+// as long as a stage of four-bit weights takes the math warps. A launch that has few stages in its
+// ring fills one after the other.
+template <typename C>
+__device__ __forceinline__ std::uint32_t stages_together(std::uint32_t stages) {
+  if constexpr (C::kStagesTogether == 1) return 1;
+  // Math warps keep a stage while they wait for the next two.
+  return stages >= C::kStagesTogether + 2 ? C::kStagesTogether : 1;
+}
+// Waits until the ring has room for so many stages of a task from `place` on. Stages become free in
+// order, so the last one stands for all. Returns false if the pass was given up.
+template <bool kWarp, typename C>
+__device__ __forceinline__ bool await_room(const TilePipeline<C>& pipeline,
+                                           const Ring<StageLayout<C>>& ring, RingPlace place,
+                                           std::uint32_t stages) {
+  for (std::uint32_t i = 1; i < stages; ++i) place.advance(ring.stages);
+  return ring.template await_free<kWarp>(pipeline.waiter(), place);
+}
+
 // Loads all stages of a task's weights, by one thread. on_stage(kb) is called when the ring has
 // room for stage kb. With `rehearsal` it returns after the first wait. Returns false if the pass
 // was given up.
@@ -72,43 +91,39 @@ __device__ __forceinline__ bool load_weights(const TilePipeline<C>& pipeline,
   constexpr bool kWithScales = kScaled<C> && !kJoinedScales<C> && !kFourBit<C>;
   constexpr std::uint32_t kScales = kWithScales ? kWeightScales * sizeof(float) : 0;
   const float* scales = source.scales;
-  for (std::uint32_t kb = 0; kb < task.k_blocks; ++kb) {
-    if constexpr (C::kStagesTogether == 1) {
-      if (!ring.await_free(pipeline.waiter(), place)) return false;
-    } else if (kb % C::kStagesTogether == 0) {
-      // Stages become free in order, so the last stage of the group stands for all.
-      RingPlace last = place;
-      for (std::uint32_t i = kb + 1; i < min(kb + C::kStagesTogether, task.k_blocks); ++i) {
-        last.advance(ring.stages);
-      }
-      if (!ring.await_free(pipeline.waiter(), last)) return false;
-    }
+  const std::uint32_t together = stages_together<C>(ring.stages);
+  for (std::uint32_t kb = 0; kb < task.k_blocks;) {
+    const std::uint32_t end = min(kb + together, task.k_blocks);
+    if (!await_room<false>(pipeline, ring, place, end - kb)) return false;
     if (rehearsal) break;
-    on_stage(kb);
-    const std::uint32_t full = ring.full_barrier(place.stage);
-    arrive_expect_bytes(full, kBoxes<C> * kBoxBytes<C> + kScales);
-    if constexpr (kFourBit<C>) {
-      static_assert(kBoxes<C> == 1, "blocks of a pair have weights of their own");
-      load_bytes(ring.weights(place.stage), source.boxes + std::size_t{kb} * kBoxBytes<C>,
-                 kBoxBytes<C>, full, source.policy);
-    } else {
-      const int k = static_cast<int>((task.first_k_block + kb) * kStageColumns<C>);
+#pragma unroll 1
+    for (; kb < end; ++kb) {
+      on_stage(kb);
+      const std::uint32_t full = ring.full_barrier(place.stage);
+      arrive_expect_bytes(full, kBoxes<C> * kBoxBytes<C> + kScales);
+      if constexpr (kFourBit<C>) {
+        static_assert(kBoxes<C> == 1, "blocks of a pair have weights of their own");
+        load_bytes(ring.weights(place.stage), source.boxes + std::size_t{kb} * kBoxBytes<C>,
+                   kBoxBytes<C>, full, source.policy);
+      } else {
+        const int k = static_cast<int>((task.first_k_block + kb) * kStageColumns<C>);
 #pragma unroll
-      for (int i = 0; i < kBoxes<C>; ++i) {
-        // If both blocks of a pair multiply with the same weights, each loads half of them.
-        const bool both = with_two_tiles<C>(task);
-        if (both && i != static_cast<int>(rank_in_pair())) continue;
-        const int group = (static_cast<int>(task.block) * kBoxes<C> + i) * source.groups;
-        load_box(source.map, ring.weights(place.stage) + i * kBoxBytes<C>, full, k,
-                 source.halves ? group : 0, source.halves ? 0 : group,
-                 static_cast<int>(task.expert), source.policy, both);
+        for (int i = 0; i < kBoxes<C>; ++i) {
+          // If both blocks of a pair multiply with the same weights, each loads half of them.
+          const bool both = with_two_tiles<C>(task);
+          if (both && i != static_cast<int>(rank_in_pair())) continue;
+          const int group = (static_cast<int>(task.block) * kBoxes<C> + i) * source.groups;
+          load_box(source.map, ring.weights(place.stage) + i * kBoxBytes<C>, full, k,
+                   source.halves ? group : 0, source.halves ? 0 : group,
+                   static_cast<int>(task.expert), source.policy, both);
+        }
       }
+      if constexpr (kWithScales) {
+        load_bytes(ring.weight_scales(place.stage), scales, kScales, full);
+        scales += kWeightScales;
+      }
+      place.advance(ring.stages);
     }
-    if constexpr (kWithScales) {
-      load_bytes(ring.weight_scales(place.stage), scales, kScales, full);
-      scales += kWeightScales;
-    }
-    place.advance(ring.stages);
   }
   return true;
 }
@@ -211,25 +226,30 @@ __device__ __forceinline__ bool load_tile(const TilePipeline<C>& pipeline, const
                                           std::uint32_t thread) {
   const Ring<StageLayout<C>> ring = pipeline.ring();
   const TileRows<C, Tokens> rows(pipeline, tokens, task);
-  for (std::uint32_t kb = 0; kb < task.k_blocks; ++kb) {
-    if (!ring.template await_free<kGathers<C>>(pipeline.waiter(), place)) return false;
-    const std::uint32_t full = ring.full_barrier(place.stage);
-    if (!kGathers<C> || (thread < 32 && elect())) {
-      const std::uint32_t block = task.first_k_block + kb;
-      const std::uint32_t scale_bytes =
-          kScaled<C> ? task.units * kUnitRows * static_cast<std::uint32_t>(sizeof(float)) : 0;
-      arrive_expect_bytes(full, task.units * kUnitBytes + scale_bytes);
-      rows.load(ring.tokens(place.stage), full, block * kStageColumns<C>);
-      if constexpr (kScaled<C>) {
-        load_bytes(
-            ring.token_scales(place.stage),
-            tokens.template first_scale<C>() + block * static_cast<std::uint32_t>(C::kSlotRows),
-            scale_bytes, full);
+  const std::uint32_t together = kFourBit<C> ? stages_together<C>(ring.stages) : 1;
+  for (std::uint32_t kb = 0; kb < task.k_blocks;) {
+    const std::uint32_t end = min(kb + together, task.k_blocks);
+    if (!await_room<kGathers<C>>(pipeline, ring, place, end - kb)) return false;
+#pragma unroll 1
+    for (; kb < end; ++kb) {
+      const std::uint32_t full = ring.full_barrier(place.stage);
+      if (!kGathers<C> || (thread < 32 && elect())) {
+        const std::uint32_t block = task.first_k_block + kb;
+        const std::uint32_t scale_bytes =
+            kScaled<C> ? task.units * kUnitRows * static_cast<std::uint32_t>(sizeof(float)) : 0;
+        arrive_expect_bytes(full, task.units * kUnitBytes + scale_bytes);
+        rows.load(ring.tokens(place.stage), full, block * kStageColumns<C>);
+        if constexpr (kScaled<C>) {
+          load_bytes(
+              ring.token_scales(place.stage),
+              tokens.template first_scale<C>() + block * static_cast<std::uint32_t>(C::kSlotRows),
+              scale_bytes, full);
+        }
+      } else {
+        arrive(full);
       }
-    } else {
-      arrive(full);
+      place.advance(ring.stages);
     }
-    place.advance(ring.stages);
   }
   return true;
 }

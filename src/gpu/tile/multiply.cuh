@@ -3,6 +3,7 @@
 
 #include "gpu/pipeline/ring.cuh"
 #include "gpu/ptx/cluster.cuh"
+#include "gpu/ptx/mma.cuh"
 #include "gpu/ptx/wgmma.cuh"
 #include "gpu/tile/config.h"
 #include "gpu/tile/fragments.cuh"
@@ -46,12 +47,16 @@ class Multiplier {
   // next use before all arrivals for this one.
   __device__ __forceinline__ void await_stage(bool ready) { await_stage(ready, place_); }
   __device__ __forceinline__ void await_stage(bool ready, const RingPlace& place) {
-    if (__builtin_expect(!ready, 0)) {
-      if (!wait_ring(pipeline_.waiter(), ring_.full_barrier(place.stage), place.parity)) empty_ = 0;
-    }
+    await_bytes(ready, place);
     // Gathered tokens were written by ordinary copies; the matrix unit reads through the async
     // proxy.
     if (gathered()) fence_async_proxy_shared();
+  }
+  // The same for a stage that no matrix unit reads.
+  __device__ __forceinline__ void await_bytes(bool ready, const RingPlace& place) {
+    if (__builtin_expect(!ready, 0)) {
+      if (!wait_ring(pipeline_.waiter(), ring_.full_barrier(place.stage), place.parity)) empty_ = 0;
+    }
   }
   __device__ bool gathered() const {
     if constexpr (kMayGather<C>) return pipeline_.gathers != 0;
@@ -187,22 +192,22 @@ __device__ __forceinline__ void multiply_four_bit(const TilePipeline<C>& pipelin
   Multiplier<N, Share::kWeightRows, C> stage(pipeline, place, group);
   const BoxPlaces<kType> places(group);
   Fragments &first = weights.half[0], &second = weights.half[1];
-  const auto keep = [go = stage.ring().stages](std::uint32_t& product, std::uint32_t a,
-                                               std::uint32_t b) {
-    multiply_bf16_into(product, a, b, go);
+  const auto keep = [go = stage.ring().stages]<int kHalf>(std::uint32_t& product, std::uint32_t a,
+                                                          std::uint32_t b) {
+    multiply_bf16_into<kHalf>(product, a, b, go);
   };
   stage.await_stage(stage.ready());
   started();
   BoxWords words = places.load(stage.ring().weights(place.stage));
   std::uint32_t tokens = stage.token_operand();
   if constexpr (kTiesOperands<C>) {
-    make_fragments<kType>(words, 0, first, keep);
-    make_fragments<kType>(words, 1, second, keep);
+    make_fragments<0, kType>(words, first, keep);
+    make_fragments<1, kType>(words, second, keep);
     stage.issue(first, tokens, 0, acc, false);
   } else {
-    make_fragments<kType>(words, 0, first);
+    make_fragments<0, kType>(words, first);
     stage.issue(first, tokens, 0, acc, false);
-    make_fragments<kType>(words, 1, second);
+    make_fragments<1, kType>(words, second);
   }
   stage.issue(second, tokens, 1, acc, true);
   RingPlace next = place;
@@ -219,16 +224,120 @@ __device__ __forceinline__ void multiply_four_bit(const TilePipeline<C>& pipelin
     ready = left == 1 || stage.ready(next);
     tokens = stage.token_operand();
     cute::warpgroup_wait<1>();
-    make_fragments<kType>(words, 0, first);
+    make_fragments<0, kType>(words, first);
     stage.issue(first, tokens, 0, acc, true);
     cute::warpgroup_wait<1>();
     stage.release(previous);
-    make_fragments<kType>(words, 1, second);
+    make_fragments<1, kType>(words, second);
     stage.issue(second, tokens, 1, acc, true);
   }
   stage.await_products(acc);
   stage.release(place.stage);
   stage.advance();
+}
+
+// A stage of a low tile in a thread's registers: its words of the box of weights, and its fragments
+// of 8 kEights tokens. One load takes the columns of an instruction from sixteen tokens, or those
+// of two instructions from eight.
+template <int kEights>
+struct LowStage {
+  static_assert(kEights == 1 || kEights == 2);
+  BoxWords words;
+  std::uint32_t tokens[2 * kEights][4];
+
+  // Where a thread's first fragment is in a stage's tokens.
+  __device__ static std::uint32_t token_place() {
+    const std::uint32_t lane = reread_thread_index<32>();
+    const std::uint32_t row = lane % 8 + (kEights == 2 ? lane / 16 * 8 : 0);
+    const std::uint32_t chunk = kEights == 2 ? lane / 8 % 2 : lane / 8;
+    return row * kStageRowBytes + ((chunk ^ lane % 8) << 4);
+  }
+  __device__ __forceinline__ void load_tokens(std::uint32_t first) {
+#pragma unroll
+    for (int i = 0; i < 2 * kEights; ++i) {
+      load_matrices(first ^ i * (2 * kInstructionBytes / kEights), tokens[i]);
+    }
+  }
+  // Multiplies, one instruction's columns after the other.
+  template <DType kType>
+  __device__ __forceinline__ void multiply(float* sums) const {
+    multiply_half<0, kType>(sums);
+    multiply_half<1, kType>(sums);
+  }
+
+ private:
+  template <int kHalf, DType kType>
+  __device__ __forceinline__ void multiply_half(float* sums) const {
+    Fragments a;
+    make_fragments<kHalf, kType>(words, a);
+#pragma unroll
+    for (int i = 0; i < kHalfSteps; ++i) {
+      const int step = kHalf * kHalfSteps + i;
+#pragma unroll
+      for (int eight = 0; eight < kEights; ++eight) {
+        const std::uint32_t* const b =
+            kEights == 2 ? tokens[step] + 2 * eight : tokens[step / 2] + 2 * (step % 2);
+        multiply_16x8x16(reinterpret_cast<float(&)[4]>(sums[4 * eight]), a[i][0], a[i][1], a[i][2],
+                         a[i][3], b[0], b[1]);
+      }
+    }
+  }
+};
+
+// The K loop of a tile of at most 8 kEights tokens with weights of four bits. Memory must bring the
+// weights of so low a tile as fast as it can, and there is no time for warps that wait for each
+// other. So each warp multiplies its 16 rows by itself, with the warp's matrix instruction, and
+// loads a stage's words and tokens while it multiplies those of the stage before. The loop has no
+// branch but its own: it ends where a stage is not there, too.
+template <int kEights, int N, typename C, typename Started>
+__device__ __forceinline__ void multiply_low(const TilePipeline<C>& pipeline,
+                                             std::uint32_t k_blocks, RingPlace& place,
+                                             std::uint32_t group, Started&& started,
+                                             float (&acc)[N / 2]) {
+  constexpr DType kType = C::kNumerics.weight.storage;
+  static_assert(kStageColumns<C> == FourBitBox<kType>::kColumns && 8 * kEights <= N);
+  using Stage = LowStage<kEights>;
+  Multiplier<N, Share::kWeightRows, C> stage(pipeline, place, group);
+  const BoxPlaces<kType> places(group);
+  const std::uint32_t token_place = Stage::token_place();
+  const auto load = [&](Stage& to, const RingPlace& from) {
+    to.words = places.load(stage.ring().weights(from.stage));
+    to.load_tokens(stage.ring().tokens(from.stage) + token_place);
+  };
+#pragma unroll
+  for (float& sum : acc) sum = 0;
+  stage.await_bytes(stage.ready(), place);
+  started();
+  Stage even, odd;
+  load(even, place);
+  RingPlace next = place;
+  next.advance(stage.ring().stages);
+  std::uint32_t left = k_blocks;
+  bool ready = left < 2 | stage.ready(next);
+  // Multiplies a stage. Returns true if the next one may follow at once.
+  const auto turn = [&](const Stage& now, Stage& then) {
+    // Behind the last stage the next one's bytes are not there, and nothing is made of them.
+    load(then, next);
+    const std::uint32_t current = place.stage;
+    place = next;
+    next.advance(stage.ring().stages);
+    --left;
+    ready = left < 2 | stage.ready(next);
+    now.template multiply<kType>(acc);
+    stage.release(current);
+    return left != 0 & ready;
+  };
+  do {
+    if (!ready) stage.await_bytes(false, next);
+    SWITCHYARD_ROLLED
+    for (;;) {
+      if (!turn(even, odd)) {
+        even = odd;
+        break;
+      }
+      if (!turn(odd, even)) break;
+    }
+  } while (left != 0);
 }
 
 // The K loop of a weight-major tile with weights of four bits that become E4M3, two boxes in a

@@ -19,7 +19,7 @@ struct PackedTiles {
 };
 
 // A weight-major tile of 16 to `most` tokens.
-constexpr TileConfig weight_major_tile(int most, int stages = kMaxStages) {
+constexpr TileConfig weight_major_tile(int most, int stages = kUsualStages) {
   return {.weight_rows = kTileRows,
           .token_rows = {most, 32, 16},
           .stages = stages,
@@ -46,7 +46,7 @@ struct F16Tiles : BF16Tiles {
 template <DType kStored>
 struct FourBitTiles : BF16Tiles {
   static constexpr Numerics kNumerics{{kStored, DType::kBF16, 32}, {DType::kBF16, DType::kBF16, 0}};
-  static constexpr TileConfig kTile = weight_major_tile(224);
+  static constexpr TileConfig kTile = weight_major_tile(224, kMaxStages);
   static constexpr int kSlotRows = kTile.max_height();
 };
 using MXFP4Tiles = FourBitTiles<DType::kF4E2M1>;
@@ -72,7 +72,7 @@ struct FP8Tiles : PackedTiles {
   static constexpr Numerics kNumerics = Numerics::stored_as(DType::kF8E4M3, kQuantGroup);
   static constexpr TileConfig kTile{.weight_rows = 2 * kTileRows,
                                     .token_rows = {128, 128, 16},
-                                    .stages = kMaxStages,
+                                    .stages = kUsualStages,
                                     .orientation = Orientation::kTokenMajor,
                                     .cluster = kPair,
                                     .most_log2_split = 0};
