@@ -7,21 +7,12 @@
 #include "gpu/dispatch/params.h"
 #include "gpu/pipeline/pace.cuh"
 #include "gpu/pipeline/peer.cuh"
+#include "gpu/ptx/early_launch.cuh"
 #include "gpu/ptx/memory.cuh"
 #include "protocol/wait.h"
 
 namespace switchyard::gpu {
 
-// Waits for the kernel before this one in the stream. Kernels of an exchange are launched while
-// that one still runs, to be there when it ends. Until then they read and write nothing.
-__device__ __forceinline__ void await_kernel_before() {
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-}
-// Lets the next kernel's blocks come to the SMs, where they wait in await_kernel_before(). Not
-// called while this kernel waits for other ranks: ranks that share the device would find no room.
-__device__ __forceinline__ void invite_next_kernel() {
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-}
 template <typename... Params>
 cudaError_t launch_early(void (*kernel)(Params...), unsigned blocks, unsigned threads,
                          cudaStream_t stream, const Params&... params) {

@@ -121,7 +121,7 @@ class Engine final : public LayerEngine {
   bool distributed() const { return world_.size() > 1; }
   // Describes launches of single blocks or of pairs. Fills `attributes`, to which the result
   // points.
-  static constexpr unsigned kMaxAttributes = 2;
+  static constexpr unsigned kMaxAttributes = 3;
   cudaLaunchConfig_t launch_config(bool paired, cudaLaunchAttribute* attributes,
                                    cudaStream_t stream) const;
   void describe_memory();
@@ -606,6 +606,8 @@ cudaLaunchConfig_t Engine::launch_config(bool paired, cudaLaunchAttribute* attri
     attributes[count].id = cudaLaunchAttributeCooperative;
     attributes[count++].val.cooperative = 1;
   }
+  attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[count++].val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(paired ? std::max(paired_grid_, kPair) : grid_);
   config.blockDim = dim3(static_cast<unsigned>(kernel_.shape.threads));

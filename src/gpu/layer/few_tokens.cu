@@ -18,6 +18,7 @@
 // not use of them has no slots.
 #include "gpu/layer/few_tokens.h"
 #include "gpu/pipeline/peer.cuh"
+#include "gpu/ptx/early_launch.cuh"
 #include "gpu/ptx/mma.cuh"
 #include "gpu/route/choose.cuh"
 #include "gpu/tile/activation.cuh"
@@ -735,6 +736,7 @@ struct Few {
   }
 
   __device__ __forceinline__ void run() const {
+    await_kernel_before();
     Source source{};
     source.cursor.job = first_job(0);
     const std::uint64_t epoch = kRanks ? *p.epoch_word : 0;

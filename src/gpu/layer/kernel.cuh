@@ -79,6 +79,7 @@
 #include "gpu/layer/loading_roles.cuh"
 #include "gpu/layer/math_role.cuh"
 #include "gpu/layer/start.cuh"
+#include "gpu/ptx/early_launch.cuh"
 
 namespace switchyard::gpu {
 
@@ -230,10 +231,9 @@ __global__ void __launch_bounds__(kThreads, 1)
   extern __shared__ __align__(1024) std::byte shared_memory[];
   auto& block = *reinterpret_cast<BlockStorage<P>*>(shared_memory);
   const Pass<P> pass{layer, call, block};
-  if (threadIdx.x == 0) {
-    make_barriers(pass);
-    describe_pass(pass);
-  }
+  if (threadIdx.x == 0) make_barriers(pass);
+  await_kernel_before();
+  if (threadIdx.x == 0) describe_pass(pass);
   // A pass that was given up leaves words in a state that no later pass may start from. (A thread
   // that has nothing else to do looks.)
   if (threadIdx.x == kThreads - 1) {

@@ -1,0 +1,18 @@
+// Kernels that are launched while the one before them in the stream still runs.
+#pragma once
+
+namespace switchyard::gpu {
+
+// Waits for the kernel before this one in the stream, and sees what it has written. Kernels that
+// are launched early are there when it ends. Until then they read and write nothing that is not
+// their own.
+__device__ __forceinline__ void await_kernel_before() {
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+}
+// Lets the next kernel's blocks come to the SMs, where they wait in await_kernel_before(). Not
+// called while this kernel waits for other ranks: ranks that share the device would find no room.
+__device__ __forceinline__ void invite_next_kernel() {
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+
+}  // namespace switchyard::gpu
