@@ -309,12 +309,15 @@ struct Few {
     }
     note_slot(warp, slot, mine.id, mine.weight);
   }
-  // Lists the experts in the order in which slots name them. Called by one warp.
-  __device__ void list_experts() const {
-    const std::uint32_t slots = p.rows * p.top_k.count;
+  // Fills `row_of` with kNoRow. Called by the warp that then lists the experts.
+  __device__ void clear_rows() const {
     auto* const words = reinterpret_cast<std::uint32_t*>(block.row_of);
     for (std::uint32_t i = lane; i < sizeof block.row_of / 4; i += 32) words[i] = ~0u;
     __syncwarp();
+  }
+  // Lists the experts in the order in which slots name them. Called by one warp.
+  __device__ void list_experts() const {
+    const std::uint32_t slots = p.rows * p.top_k.count;
     std::uint32_t count = 0;
 #pragma unroll 1
     for (std::uint32_t first = 0; first < slots; first += 32) {
@@ -736,9 +739,12 @@ struct Few {
   }
 
   __device__ __forceinline__ void run() const {
-    await_kernel_before();
     Source source{};
     source.cursor.job = first_job(0);
+    // The kernel before may still run. Until it has ended, this one touches nothing but its
+    // parameters and its own shared memory: x, ids, weights and words are still being written.
+    if (warp == 0) clear_rows();
+    await_kernel_before();
     const std::uint64_t epoch = kRanks ? *p.epoch_word : 0;
     std::uint32_t from = 0, buffer = 0;
     bool arrived = true;  // what other ranks send

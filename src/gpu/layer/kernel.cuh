@@ -119,7 +119,8 @@ __device__ __forceinline__ void make_barriers(const Pass<P>& pass) {
   fence_new_barriers();
 }
 
-// Stores what the block knows of the pass before it begins. Called by the block's first thread.
+// Stores what the block knows of the pass from its parameters alone. Called by the block's first
+// thread, perhaps while the kernel before still runs.
 template <typename P>
 __device__ __forceinline__ void describe_pass(const Pass<P>& pass) {
   BlockStorage<P>& block = pass.block;
@@ -132,8 +133,6 @@ __device__ __forceinline__ void describe_pass(const Pass<P>& pass) {
   }
   state.life.going = Going::kOn;
   state.life.plan_failed = false;
-  state.life.epoch = *pass.layer.epoch_word;
-  state.life.words = pass.layer.pass_words[state.life.epoch & 1];
   state.route.x =
       pass.call.converts ? pass.layer.converted : static_cast<const std::uint16_t*>(pass.call.x);
   state.route.x_stride = pass.call.converts ? pass.layer.hidden : pass.call.x_stride;
@@ -157,6 +156,18 @@ __device__ __forceinline__ void describe_pass(const Pass<P>& pass) {
   state.route.tables = pass.routing().tables(kOwnStart<P>);
   state.route.gate_slices = GateGrid<P>(pass.layer, pass.call.tokens).slices;
   state.work.log2_combine_chunk = log2_combine_chunk(pass.call.tokens, gridDim.x, kMathWarps);
+}
+
+// Reads what the pass before has left: the number of this one, and whether there may be one. A pass
+// that was given up leaves words in a state that no later pass may start from. Called by one thread
+// after await_kernel_before().
+template <typename P>
+__device__ __forceinline__ void begin_life(const Pass<P>& pass) {
+  LifeState& life = pass.state().life;
+  life.epoch = *pass.layer.epoch_word;
+  life.aborted = protocol::aborted(pass.layer.heaps);
+  life.words = pass.layer.pass_words[life.epoch & 1];
+  if (life.aborted) pass.layer.failures->given_up = 1;
 }
 
 template <bool kGated, typename P>
@@ -231,14 +242,11 @@ __global__ void __launch_bounds__(kThreads, 1)
   extern __shared__ __align__(1024) std::byte shared_memory[];
   auto& block = *reinterpret_cast<BlockStorage<P>*>(shared_memory);
   const Pass<P> pass{layer, call, block};
-  if (threadIdx.x == 0) make_barriers(pass);
-  await_kernel_before();
-  if (threadIdx.x == 0) describe_pass(pass);
-  // A pass that was given up leaves words in a state that no later pass may start from. (A thread
-  // that has nothing else to do looks.)
-  if (threadIdx.x == kThreads - 1) {
-    block.pass.life.aborted = protocol::aborted(layer.heaps);
-    if (block.pass.life.aborted) layer.failures->given_up = 1;
+  // The kernel before may still run. Until it has ended, this one touches nothing but its parameters
+  // and its own shared memory: x, ids, weights and words are still being written.
+  if (threadIdx.x == 0) {
+    make_barriers(pass);
+    describe_pass(pass);
   }
   if constexpr (!kOwnStart<P>) {
     std::uint32_t* const routed = pass.ranks().routed_rows();
@@ -248,6 +256,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     if (threadIdx.x <= kCodeSteps)
       block.quantized.notes.tables[threadIdx.x] = kCodeTables[threadIdx.x];
   }
+  await_kernel_before();
+  if (threadIdx.x == kThreads - 1) begin_life(pass);  // it has nothing else to do
   __syncthreads();
   const bool planned = !block.pass.life.aborted && start_pass(pass);
   const bool math = __shfl_sync(~0u, threadIdx.x / kWarpgroup, 0) != 0;
