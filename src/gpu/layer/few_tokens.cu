@@ -753,7 +753,12 @@ struct Few {
 #pragma unroll 1
     for (std::uint32_t gemm = 0; gemm < 2; ++gemm) {
       buffer = 0;  // (pairs of warps had different numbers of jobs)
-      if (gemm == 1 && !await_hidden()) break;
+      if (gemm == 1) {
+        if (!await_hidden()) break;
+        // The next kernel's blocks may come. With other ranks to wait for, they would take the room
+        // of a rank that shares the device.
+        if constexpr (!kRanks) invite_next_kernel();
+      }
       request_operand(gemm);
       if (gemm == 0) {
         // x was requested before the first weights: what is requested after them arrives after

@@ -242,8 +242,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   extern __shared__ __align__(1024) std::byte shared_memory[];
   auto& block = *reinterpret_cast<BlockStorage<P>*>(shared_memory);
   const Pass<P> pass{layer, call, block};
-  // The kernel before may still run. Until it has ended, this one touches nothing but its parameters
-  // and its own shared memory: x, ids, weights and words are still being written.
+  // The kernel before may still run. Until it has ended, this one touches nothing but its
+  // parameters and its own shared memory: x, ids, weights and words are still being written.
   if (threadIdx.x == 0) {
     make_barriers(pass);
     describe_pass(pass);
@@ -262,6 +262,9 @@ __global__ void __launch_bounds__(kThreads, 1)
   const bool planned = !block.pass.life.aborted && start_pass(pass);
   const bool math = __shfl_sync(~0u, threadIdx.x / kWarpgroup, 0) != 0;
   if (planned) {
+    // The next kernel's blocks come as this one's leave. With other ranks to wait for, they would
+    // take the room of a rank that shares the device.
+    if (!pass.exchange().distributed()) invite_next_kernel();
     // From here on the blocks of a pair write into each other's memory. Each block has seen all
     // blocks arrive with their lists, so it knows that the other has made its barriers and no
     // longer uses its ring for the gate.
