@@ -6,6 +6,7 @@
 #include "base/printable.h"
 #include "base/read_file.h"
 #include "results/all_to_all_row.h"
+#include "results/chain_row.h"
 #include "results/exchange_row.h"
 #include "results/grouped_row.h"
 #include "results/hosts_row.h"
@@ -72,6 +73,13 @@ void LateRow::judge(const FieldReader& read) const {
   if (own_share > 1) read.refuse("own_share", "at most 1");
   if (engine != "cpu" && engine != "cuda") read.refuse("engine", "cpu or cuda");
   if (policy != "works" && policy != "waits") read.refuse("policy", "works or waits");
+}
+
+std::string ChainRow::point() const {
+  return fmt::format(
+      "{}: {}, H {}, I {}, {} experts, top-{}, {} computed in {}, {} layers, {} tokens, {}", suite,
+      model, hidden, intermediate, experts, top_k, dtype, compute, layers, tokens,
+      early_launch ? "launched early" : "one after the other");
 }
 
 std::string AllToAllRow::point() const {

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "results/all_to_all_row.h"
+#include "results/chain_row.h"
 #include "results/exchange_row.h"
 #include "results/grouped_row.h"
 #include "results/hosts_row.h"
@@ -33,6 +34,7 @@ constexpr Mark kMarks[] = {
     {"stage", ExchangeRow::kKind},
     {"rung", AllToAllRow::kKind},
     {"late_us", LateRow::kKind},
+    {"early_launch", ChainRow::kKind},
     {"exhaustive_us", RampRow::kKind},
     {"prediction", RegionRow::kKind},
     {"intermediate", Row::kKind},

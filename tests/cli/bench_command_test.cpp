@@ -610,6 +610,33 @@ TEST_F(Bench, MeasuresOverRanks) {
   EXPECT_GE(rows[1]["flops"], 64 * 8 * 2 * 3 * 64 * 32);
 }
 
+TEST_F(Bench, ChainsRefuseWhatMakesNoSense) {
+  expect_refused({"chain", "--backend", "cpu"}, {"--backend is cpu", "launches on a GPU"});
+  expect_refused({"chain", "--dtype", "fp8"}, {"--dtype is for the models of --model"});
+  expect_refused({"chain", "--experts", "4"}, {"--experts is for the models of --model"});
+  expect_refused({"chain", "--model", "no-such-model"}, {"no-such-model"});
+  expect_refused({"chain", "--tokens", "0"}, {"--tokens"});
+  expect_refused({"chain", "--ranks", "2"}, {"bench chain has no option '--ranks'"});
+  if (gpu::device_count() > 0) GTEST_SKIP() << "there is a GPU";
+  expect_refused({"chain"}, {"bench chain needs a GPU", "switchyard doctor"}, "unsupported");
+}
+
+// Few tokens, and as many as have the layer kernel: each with and without early launches.
+TEST_F(Bench, MeasuresChains) {
+  if (gpu::device_count() == 0) GTEST_SKIP() << "no GPU";
+  run_well({"bench", "chain", "--model", "olmoe", "--experts", "16", "--tokens", "1,40",
+            "--captures", "2", "--repeat", "3", "--json", path});
+  const nlohmann::json rows = rows_of(path);
+  ASSERT_EQ(rows.size(), 4u);
+  for (std::size_t i = 0; i < rows.size(); ++i) {
+    EXPECT_EQ(rows[i]["tokens"], i < 2 ? 1 : 40);
+    EXPECT_EQ(rows[i]["early_launch"], i % 2 == 1);
+    EXPECT_EQ(rows[i]["repeats"], 6);
+    EXPECT_EQ(rows[i]["times_us"].size(), 6u);
+    EXPECT_LE(rows[i]["error"], rows[i]["error_bound"]);
+  }
+}
+
 TEST_F(Bench, NeedsAGpuForSuites) {
   if (gpu::device_count() > 0) GTEST_SKIP() << "there is a GPU";
   expect_refused({"--suite", "one_gpu_bf16"}, {"--suite one_gpu_bf16 needs a GPU", "--backend cpu"},
@@ -622,7 +649,8 @@ TEST_F(Bench, NeedsAGpuForSuites) {
   expect_refused({"--suite", "ep_fp8", "--ranks", "2"}, {"--ranks 2 needs a GPU"}, "unsupported");
 }
 
-const char* const kSuites[] = {"layers", "grouped", "exchange", "hosts", "all_to_all", "late"};
+const char* const kSuites[] = {"layers",     "grouped", "exchange", "hosts",
+                               "all_to_all", "chain",   "late"};
 
 TEST_F(Bench, HelpFits) {
   EXPECT_THAT(run_switchyard({"bench", "layers", "--help"}).out, HasSubstr("--against"));

@@ -8,6 +8,7 @@
 #include "base/parsed.h"
 #include "model/errors.h"
 #include "model/temporary_directory.h"
+#include "results/chain_row.h"
 #include "results/example_all_to_all_row.h"
 #include "results/example_row.h"
 #include "results/exchange_row.h"
@@ -412,6 +413,11 @@ TEST(ResultRows, KindsAreToldApart) {
   late.model = late.dtype = "x";
   late.ranks = late.tokens_per_rank = late.repeats = 1;
   late.prompt_us = late.median_us = late.p10_us = late.p90_us = 1;
+  ChainRow chain = named(ChainRow{.suite = "chain"});
+  chain.model = chain.dtype = chain.compute = "x";
+  chain.hidden = chain.intermediate = chain.experts = chain.top_k = 1;
+  chain.tokens = chain.layers = chain.repeats = chain.captures = 1;
+  chain.median_us = chain.p10_us = chain.p90_us = 1;
   RampRow ramp = named(RampRow{});
   ramp.kernel = ramp.model = ramp.generator = ramp.form = ramp.best = ramp.chosen = "x";
   ramp.experts = ramp.tokens_per_rank = 1;
@@ -419,7 +425,7 @@ TEST(ResultRows, KindsAreToldApart) {
   RegionRow region = named(RegionRow{});
   region.kernel = region.model = region.generator = region.prediction = "x";
   region.points = 1;
-  expect_only_own_of_each(example_row(8, 10), grouped, exchange, hosts, late, ramp, region,
+  expect_only_own_of_each(example_row(8, 10), grouped, exchange, hosts, late, chain, ramp, region,
                           example_all_to_all_row("fused", 120));
 }
 

@@ -10,8 +10,8 @@
 namespace switchyard::cli {
 namespace {
 
-constexpr std::string_view kSuites[] = {"layers", "grouped",    "exchange",
-                                        "hosts",  "all_to_all", "late"};
+constexpr std::string_view kSuites[] = {"layers",     "grouped", "exchange", "hosts",
+                                        "all_to_all", "chain",   "late"};
 
 bool is_suite(std::string_view name) {
   return std::find(std::begin(kSuites), std::end(kSuites), name) != std::end(kSuites);
@@ -52,6 +52,7 @@ void add_bench(CommandLine& line, const std::vector<std::string>& arguments) {
   add_exchange(bench, typed);
   add_hosts(bench, typed);
   add_all_to_all(bench, typed);
+  add_chain(bench, typed);
   add_late(bench, typed);
   bench.footer(
       R"('switchyard bench SUITE --help' tells more of a suite. Without a suite it is 'bench layers', and

@@ -133,6 +133,7 @@ void add_grouped(Command& bench, const std::string& typed);
 void add_exchange(Command& bench, const std::string& typed);
 void add_hosts(Command& bench, const std::string& typed);
 void add_all_to_all(Command& bench, const std::string& typed);
+void add_chain(Command& bench, const std::string& typed);
 void add_late(Command& bench, const std::string& typed);
 
 }  // namespace switchyard::cli
