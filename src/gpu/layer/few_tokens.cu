@@ -64,6 +64,8 @@ struct Few {
   static constexpr std::uint32_t kStageBytes = few_stage_bytes(kNumbers),
                                  kFewStages = few_stages(kRanks);
   static constexpr std::uint32_t kOperandBytes = 2 * few_stage_columns(kNumbers);
+  // The warps that share a tile of the first GEMM.
+  static constexpr std::uint32_t kSharers = kRanks && !kFourBit ? 4 : 2;
 
   __device__ Lifetime life() const { return {p, block.life}; }
 
@@ -395,10 +397,10 @@ struct Few {
   }
 
   __device__ std::uint32_t first_job(std::uint32_t gemm) const {
-    return gemm == 0 ? blockIdx.x + gridDim.x * (warp / 2) : blockIdx.x;
+    return gemm == 0 ? blockIdx.x + gridDim.x * (warp / kSharers) : blockIdx.x;
   }
   __device__ std::uint32_t next_job(std::uint32_t gemm) const {
-    return gemm == 0 ? gridDim.x * (kFewWarps / 2) : gridDim.x;
+    return gemm == 0 ? gridDim.x * (kFewWarps / kSharers) : gridDim.x;
   }
   // Begins the cursor's job, of which this warp may have no stages. Returns false if there is no
   // job.
@@ -409,9 +411,9 @@ struct Few {
       c.expert = tiles.quotient(c.job);
       if (c.expert >= experts) return false;
       c.tile = c.job - c.expert * tiles.count;
-      const std::uint32_t half = stages / 2;
-      c.stage = warp % 2 == 0 ? 0 : half;
-      c.left = warp % 2 == 0 ? half : stages - half;
+      const std::uint32_t of_tile = warp % kSharers;
+      c.stage = stages * of_tile / kSharers;
+      c.left = stages * (of_tile + 1) / kSharers - c.stage;
       return true;
     }
     if (c.job >= tiles.count) return false;
@@ -623,18 +625,21 @@ struct Few {
                         uint4{__float_as_uint(mine[0]), __float_as_uint(mine[1]),
                               __float_as_uint(mine[2]), __float_as_uint(mine[3])});
   }
-  // Adds the sums of a pair of warps and stores h. Sums i and i + 2 of a lane are of row lane / 4,
-  // and of the row `second` behind it, for token 2 (lane % 4) + i.
+  // Adds the sums of the warps that share a tile and stores h. Sums i and i + 2 of a lane are of
+  // row lane / 4, and of the row `second` behind it, for token 2 (lane % 4) + i.
   __device__ __forceinline__ void store_hidden(const Cursor& c, std::uint32_t buffer,
                                                float (&mine)[4]) const {
-    if (warp % 2 != 0) leave_sums(buffer, mine);
-    named_barrier<64>(1 + warp / 2);
-    if (warp % 2 != 0) return;
-    const uint4 other = load_shared_vector(sums_of(buffer, warp + 1) + lane * 16);
-    mine[0] += __uint_as_float(other.x);
-    mine[1] += __uint_as_float(other.y);
-    mine[2] += __uint_as_float(other.z);
-    mine[3] += __uint_as_float(other.w);
+    if (warp % kSharers != 0) leave_sums(buffer, mine);
+    named_barrier<32 * kSharers>(1 + warp / kSharers);
+    if (warp % kSharers != 0) return;
+#pragma unroll
+    for (std::uint32_t w = 1; w < kSharers; ++w) {
+      const uint4 other = load_shared_vector(sums_of(buffer, warp + w) + lane * 16);
+      mine[0] += __uint_as_float(other.x);
+      mine[1] += __uint_as_float(other.y);
+      mine[2] += __uint_as_float(other.z);
+      mine[3] += __uint_as_float(other.w);
+    }
     const FewWeights& w = p.weights[0];
     const std::uint32_t columns = p.operands[1].columns, row0 = c.tile * w.tile_rows + lane / 4;
     const std::size_t of_expert = static_cast<std::size_t>(block.expert[c.expert]) * columns;
@@ -752,7 +757,7 @@ struct Few {
     // Both GEMMs have one copy of the code.
 #pragma unroll 1
     for (std::uint32_t gemm = 0; gemm < 2; ++gemm) {
-      buffer = 0;  // (pairs of warps had different numbers of jobs)
+      buffer = 0;  // (warps that share tiles had different numbers of jobs)
       if (gemm == 1) {
         if (!await_hidden()) break;
         // The next kernel's blocks may come. With other ranks to wait for, they would take the room
