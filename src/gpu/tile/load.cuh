@@ -93,7 +93,8 @@ __device__ __forceinline__ bool load_weights(const TilePipeline<C>& pipeline,
   const float* scales = source.scales;
   const std::uint32_t together = stages_together<C>(ring.stages);
   for (std::uint32_t kb = 0; kb < task.k_blocks;) {
-    const std::uint32_t end = min(kb + together, task.k_blocks);
+    // (The compiler sees that a group of one is one.)
+    const std::uint32_t end = C::kStagesTogether == 1 ? kb + 1 : min(kb + together, task.k_blocks);
     if (!await_room<false>(pipeline, ring, place, end - kb)) return false;
     if (rehearsal) break;
 #pragma unroll 1
@@ -226,9 +227,10 @@ __device__ __forceinline__ bool load_tile(const TilePipeline<C>& pipeline, const
                                           std::uint32_t thread) {
   const Ring<StageLayout<C>> ring = pipeline.ring();
   const TileRows<C, Tokens> rows(pipeline, tokens, task);
-  const std::uint32_t together = kFourBit<C> ? stages_together<C>(ring.stages) : 1;
+  constexpr bool kTogether = kFourBit<C> && C::kStagesTogether != 1;
+  const std::uint32_t together = kTogether ? stages_together<C>(ring.stages) : 1;
   for (std::uint32_t kb = 0; kb < task.k_blocks;) {
-    const std::uint32_t end = min(kb + together, task.k_blocks);
+    const std::uint32_t end = kTogether ? min(kb + together, task.k_blocks) : kb + 1;
     if (!await_room<kGathers<C>>(pipeline, ring, place, end - kb)) return false;
 #pragma unroll 1
     for (; kb < end; ++kb) {
