@@ -67,7 +67,7 @@ struct WeightSource {
 template <typename C>
 __device__ __forceinline__ std::uint32_t stages_together(std::uint32_t stages) {
   if constexpr (C::kStagesTogether == 1) return 1;
-  // Math warps keep a stage while they wait for the next two.
+  // Math warps may keep a stage while they wait for the next one.
   return stages >= C::kStagesTogether + 2 ? C::kStagesTogether : 1;
 }
 // Waits until the ring has room for so many stages of a task from `place` on. Stages become free in
