@@ -4,6 +4,7 @@
 #include <memory>
 
 #include "base/names.h"
+#include "base/plural.h"
 #include "cli/bench/common.h"
 #include "cli/lists.h"
 
@@ -72,8 +73,8 @@ int run(const ChainCommand& o) {
   const bench::ChainOptions options = options_of(o);
   RowsPrinter<bench::ChainObserver, ChainRow> printer(json, print);
   bench::ChainSession session(options, printer);
-  print_head(fmt::format("{}; chains of {} layers", session.machine(), options.layers), "",
-             heading());
+  print_head(fmt::format("{}; chains of {}", session.machine(), plural(options.layers, "layer")),
+             "", heading());
   session.run();
   return printer.exit_code();
 }

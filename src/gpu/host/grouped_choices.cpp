@@ -86,7 +86,7 @@ GroupedCut cut_of(const GroupedSchedule& schedule, const CutFacts& facts) {
   const auto refuse_value = [](const char* name, int value, std::string_view use) {
     refuse(fmt::format("schedule.{} is {}; use {}", name, value, use));
   };
-  GroupedCut cut{facts.tile, kMaxStages, 1u << 20, 0};
+  GroupedCut cut{facts.tile, kUsualStages, 1u << 20, 0};
   if (const auto rows = schedule.tile_rows) {
     const int most = cut.tile.max_height;
     if (facts.scaled ? *rows != most && *rows != most / 2
