@@ -283,13 +283,7 @@ void ChainSession::measure(const ChainModel& model) {
     std::vector<ChainRow> rows;
     for (const bool early : {false, true}) {
       auto row = row_of_run<ChainRow>(kChainSuite, machine_, options_);
-      row.model = model.name;
-      row.hidden = layer.spec.hidden;
-      row.intermediate = layer.spec.intermediate;
-      row.experts = layer.spec.num_experts;
-      row.top_k = layer.spec.top_k;
-      row.dtype = short_name(model.dtype);
-      row.compute = short_name(compute);
+      set_layer(row, model.name, layer.spec, model.dtype, compute);
       row.tokens = tokens;
       row.layers = options_.layers;
       row.early_launch = early;

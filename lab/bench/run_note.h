@@ -5,7 +5,9 @@
 #include <string>
 #include <vector>
 
+#include "base/names.h"
 #include "bench/load.h"
+#include "switchyard/layer_spec.h"
 
 namespace switchyard::bench {
 
@@ -22,6 +24,19 @@ Row row_of_run(const char* suite, const std::string& machine, const RunNote& run
   row.commit = run.commit;
   row.command = run.command;
   return row;
+}
+
+// Sets which layer was measured, and in which arithmetic.
+template <typename Row>
+void set_layer(Row& row, const std::string& model, const LayerSpec& spec, DType weights,
+               DType compute) {
+  row.model = model;
+  row.hidden = spec.hidden;
+  row.intermediate = spec.intermediate;
+  row.experts = spec.num_experts;
+  row.top_k = spec.top_k;
+  row.dtype = short_name(weights);
+  row.compute = short_name(compute);
 }
 
 template <typename Row>

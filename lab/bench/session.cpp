@@ -118,13 +118,7 @@ results::Row Session::row_of(const BenchLayer& layer, std::int64_t tokens, doubl
   const bool no_graph = !measured.no_graph_us.empty();
   const std::vector<double>& times = graph ? measured.graph_us : measured.no_graph_us;
   auto row = row_of_run<results::Row>(plan.suite.c_str(), machine_, options_);
-  row.model = layer.model;
-  row.hidden = layer.spec.hidden;
-  row.intermediate = layer.spec.intermediate;
-  row.experts = layer.spec.num_experts;
-  row.top_k = layer.spec.top_k;
-  row.dtype = short_name(plan.dtype);
-  row.compute = short_name(plan.compute);
+  set_layer(row, layer.model, layer.spec, plan.dtype, plan.compute);
   if (is_four_bit(plan.dtype)) {
     row.weights = row.dtype;
     row.tokens_in = row.compute;

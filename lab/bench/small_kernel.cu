@@ -66,17 +66,15 @@ __global__ void __launch_bounds__(kThreads) small_kernel(const SmallKernel p) {
 }  // namespace
 
 void SmallKernel::enqueue(const gpu::Stream& stream, bool early) const {
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(tokens));
-  config.blockDim = dim3(kThreads);
-  config.stream = static_cast<cudaStream_t>(stream.handle());
-  config.attrs = &attribute;
-  config.numAttrs = early ? 1 : 0;
-  const cudaError_t result =
-      cudaLaunchKernelEx(&config, early ? small_kernel<true> : small_kernel<false>, *this);
+  const auto blocks = static_cast<unsigned>(tokens);
+  const auto queue = static_cast<cudaStream_t>(stream.handle());
+  cudaError_t result{};
+  if (early) {
+    result = gpu::launch_early(small_kernel<true>, blocks, kThreads, queue, *this);
+  } else {
+    small_kernel<false><<<blocks, kThreads, 0, queue>>>(*this);
+    result = cudaGetLastError();
+  }
   if (result == cudaSuccess) return;
   throw Error(ErrorCode::kSystem,
               std::string("the small kernel was not launched: ") + cudaGetErrorString(result));

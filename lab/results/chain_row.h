@@ -32,12 +32,7 @@ struct ChainRow {
   template <typename RowType, typename Visitor>
   static void visit(RowType& row, Visitor&& field) {
     visit_head(row, field);
-    field.text("model", row.model);
-    field.count("hidden", row.hidden);
-    field.count("intermediate", row.intermediate);
-    field.count("experts", row.experts);
-    field.count("top_k", row.top_k);
-    field.text("dtype", row.dtype);
+    visit_layer(row, field);
     field.text("compute", row.compute);
     field.count("tokens", row.tokens);
     field.count("layers", row.layers);

@@ -61,12 +61,7 @@ struct Row {
   static void visit(RowType& row, Visitor&& field) {
     visit_head(row, field);
     field.text_if_any("date", row.date);
-    field.text("model", row.model);
-    field.count("hidden", row.hidden);
-    field.count("intermediate", row.intermediate);
-    field.count("experts", row.experts);
-    field.count("top_k", row.top_k);
-    field.text("dtype", row.dtype);
+    visit_layer(row, field);
     field.text_if_any("compute", row.compute);
     field.text_if_any("weights", row.weights);
     field.text_if_any("tokens_in", row.tokens_in);

@@ -116,6 +116,16 @@ void visit_head(RowType& row, Visitor& field) {
   field.text("commit", row.commit);
   field.text("command", row.command);
 }
+// The layer that was measured.
+template <typename RowType, typename Visitor>
+void visit_layer(RowType& row, Visitor& field) {
+  field.text("model", row.model);
+  field.count("hidden", row.hidden);
+  field.count("intermediate", row.intermediate);
+  field.count("experts", row.experts);
+  field.count("top_k", row.top_k);
+  field.text("dtype", row.dtype);
+}
 template <typename RowType, typename Visitor>
 void visit_times(RowType& row, Visitor& field) {
   field.time("median_us", row.median_us);

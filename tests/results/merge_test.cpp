@@ -14,6 +14,7 @@
 #include "results/exchange_row.h"
 #include "results/grouped_row.h"
 #include "results/hosts_row.h"
+#include "results/kept_rows.h"
 #include "results/late_row.h"
 #include "results/ramp_row.h"
 #include "results/row.h"
@@ -331,15 +332,7 @@ TEST(ResultRows, KeptFilesAreReadWithoutLoss) {
   for (const char* name : {"one_gpu_bf16", "one_gpu_fp8", "one_gpu_fp8_more", "one_gpu_thesis",
                            "ep_bf16", "ep_fp8", "ep_thesis", "ep_skewed", "thesis", "products",
                            "products_cold", "scaling", "beside_published", "four_bit"}) {
-    const std::string path = std::string(SWITCHYARD_RESULTS) + '/' + name + ".json";
-    const std::string text = read_file(path);
-    const nlohmann::ordered_json kept = nlohmann::ordered_json::parse(text);
-    const std::vector<Row> rows = parse_rows<Row>(text, path);
-    ASSERT_EQ(rows.size(), kept.size());
-    for (std::size_t i = 0; i < rows.size(); ++i) {
-      EXPECT_EQ(to_json(rows[i]).dump(), kept[i].dump()) << path << " row " << i + 1;
-    }
-    num_rows += rows.size();
+    num_rows += expect_kept<Row>(name);
   }
   EXPECT_GT(num_rows, 300u);
 }

@@ -13,21 +13,6 @@
 
 namespace switchyard::gpu {
 
-template <typename... Params>
-cudaError_t launch_early(void (*kernel)(Params...), unsigned blocks, unsigned threads,
-                         cudaStream_t stream, const Params&... params) {
-  cudaLaunchAttribute early{};
-  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  early.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(blocks);
-  config.blockDim = dim3(threads);
-  config.stream = stream;
-  config.attrs = &early;
-  config.numAttrs = 1;
-  return cudaLaunchKernelEx(&config, kernel, params...);
-}
-
 // Time stamps of a block, if the exchange is traced.
 class BlockTrace {
  public:

@@ -316,7 +316,7 @@ __device__ __forceinline__ void multiply_low(const TilePipeline<C>& pipeline,
   bool ready = left < 2 | stage.ready(next);
   // Multiplies a stage. Returns true if the next one may follow at once.
   const auto turn = [&](const Stage& now, Stage& then) {
-    // Behind the last stage the next one's bytes are not there, and nothing is made of them.
+    // The last turn loads bytes of no stage, and makes no products of them.
     load(then, next);
     const std::uint32_t current = place.stage;
     place = next;
@@ -376,7 +376,7 @@ __device__ __forceinline__ void multiply_as_codes(const TilePipeline<C>& pipelin
     make_code_fragments(words[1], steps, weights[1]);
     stage.issue(weights[1], tokens, 1, part, true);
     stage.advance();
-    // Behind the last stage the next one's words are not there, and nothing is made of them.
+    // The last turn loads words of no stage, and makes no products of them.
     stage.await_stage(left == 1 || stage.ready());
     load();
     cute::warpgroup_wait<1>();

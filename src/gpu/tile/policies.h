@@ -46,7 +46,7 @@ struct F16Tiles : BF16Tiles {
 template <DType kStored>
 struct FourBitTiles : BF16Tiles {
   static constexpr Numerics kNumerics{{kStored, DType::kBF16, 32}, {DType::kBF16, DType::kBF16, 0}};
-  static constexpr TileConfig kTile = weight_major_tile(224, kMaxStages);
+  static constexpr TileConfig kTile = weight_major_tile(224);
   static constexpr int kSlotRows = kTile.max_height();
 };
 using MXFP4Tiles = FourBitTiles<DType::kF4E2M1>;
