@@ -2,11 +2,12 @@
 // blackwell/rows.cuh. It is there to compile and disassemble both for sm_100a. Never run: no
 // host code launches it, and it is in no library.
 #include "blackwell/rows.cuh"
+#include "gpu/tile/policies.h"
 
 namespace switchyard::gpu {
 namespace {
 
-struct Config {
+struct Config : PackedTiles {
   static constexpr Numerics kNumerics = Numerics::stored_as(DType::kBF16);
   static constexpr TileConfig kTile{.weight_rows = 0,  // the identity is nowhere in memory
                                     .token_rows = {64, 64, 16},
@@ -14,8 +15,6 @@ struct Config {
                                     .orientation = Orientation::kWeightMajor,
                                     .cluster = 1,
                                     .most_log2_split = 0};
-  static constexpr TokenSource kTokens = TokenSource::kPacked;
-  static constexpr int kStagedTokens = 16;
 };
 
 struct MoveParams : WaitParams {
