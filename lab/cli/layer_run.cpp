@@ -74,9 +74,8 @@ DType compute_of(const LayerRunOptions& options, const MoeWeights& weights) {
 // Chooses the GPUs if there is one per rank and no option or type suits the CPU only.
 Backend default_backend(const LayerRunOptions& options, const run::Source& source, int ranks,
                         int rank) {
-  // Kernels multiply four-bit experts with tokens in bf16, and have no shared expert beside them.
-  const bool takes_experts = !is_four_bit(source.dtype) || (options.ranks.compute == DType::kBF16 &&
-                                                            source.spec.shared_intermediate == 0);
+  // Kernels have no shared expert beside experts of four bits.
+  const bool takes_experts = !is_four_bit(source.dtype) || source.spec.shared_intermediate == 0;
   const bool suits =
       options.ranks.threads == 0 && options.ranks.compute != DType::kF32 && takes_experts;
   const int num_devices = gpu::device_count();

@@ -138,6 +138,29 @@ def test_every_block_of_python_runs(document, tmp_path, monkeypatch):
                 assert not value.requires_grad, f"{document}:{line}: {name} requires a gradient"
 
 
+@pytest.mark.parametrize("hashed", [False, True])
+def test_image_tokens_of_deepseek_v4_choose_by_their_own_bias(hashed):
+    (code,) = (code for _, _, code in PYTHON["docs/checkpoints.md"] if "def route_v4" in code)
+    names = {"switchyard": switchyard, "torch": torch}
+    exec(code, names)
+    tokens, vocabulary, first = 40, 100, 60
+    token_ids = torch.arange(tokens) + 40  # 60 to 64 are images
+    logits, bias, bias_vl = gaussian(tokens, E) * 20, gaussian(E), -gaussian(E)
+    table = torch.stack([torch.randperm(E, generator=torch.Generator().manual_seed(t))[:K] for t in range(vocabulary)])
+    ids, weights = names["route_v4"](
+        logits, token_ids, K, None if hashed else bias, bias_vl, table if hashed else None, first_image=first,
+    )
+    scores = torch.log1p(logits.double().exp()).sqrt()
+    for t in range(tokens):
+        if first <= t + 40 < first + 5:
+            expected = (scores[t] + bias_vl).topk(K).indices
+            assert not torch.equal(expected, (scores[t] + bias).topk(K).indices)
+        else:
+            expected = table[t + 40] if hashed else (scores[t] + bias).topk(K).indices
+        assert ids[t].tolist() == expected.tolist()
+        torch.testing.assert_close(weights[t].double(), 1.5 * scores[t][expected] / scores[t][expected].sum())
+
+
 # Lines of shell that no test may run, and why.
 NO_TESTS = {
     r".*bench/(engines|tile_files)\.py .*": "serves whole models on a GPU; test_engines.py has what needs none",
