@@ -285,10 +285,11 @@ class MoeLayer {
   MoeLayer& operator=(MoeLayer&&) noexcept;
 
   // One pass; every rank of the world must call it. With kCpu it returns when `output` is complete.
-  // With kCuda it enqueues one kernel on `input.stream` and returns: it does not allocate, copy or
-  // synchronise, so it can be captured in a CUDA graph, and a graph may be launched again with
-  // other contents in the same memory. Passes of one layer must follow one another: on one stream,
-  // or on streams that wait for each other. The same input gives the same bits, on every repetition
+  // With kCuda it enqueues one kernel on `input.stream` (two where a shared expert stands beside
+  // experts of four bits) and returns: it does not allocate, copy or synchronise, so it can be
+  // captured in a CUDA graph, and a graph may be launched again with other contents in the same
+  // memory. Passes of one layer must follow one another: on one stream, or on streams that wait for
+  // each other. The same input gives the same bits, on every repetition
   // and however many ranks share the experts (with kCuda, where routing is given, because what its
   // gate sums up in parts depends on how many tokens a rank has, and where Schedule::small_tokens
   // is 0, because passes of few tokens on one GPU add in another order); in FP8, activations and

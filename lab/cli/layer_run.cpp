@@ -72,12 +72,8 @@ DType compute_of(const LayerRunOptions& options, const MoeWeights& weights) {
 }
 
 // Chooses the GPUs if there is one per rank and no option or type suits the CPU only.
-Backend default_backend(const LayerRunOptions& options, const run::Source& source, int ranks,
-                        int rank) {
-  // Kernels have no shared expert beside experts of four bits.
-  const bool takes_experts = !is_four_bit(source.dtype) || source.spec.shared_intermediate == 0;
-  const bool suits =
-      options.ranks.threads == 0 && options.ranks.compute != DType::kF32 && takes_experts;
+Backend default_backend(const LayerRunOptions& options, int ranks, int rank) {
+  const bool suits = options.ranks.threads == 0 && options.ranks.compute != DType::kF32;
   const int num_devices = gpu::device_count();
   if (suits && ranks <= num_devices && gpu::device_info(rank % num_devices).runs_our_kernels()) {
     return Backend::kCuda;
@@ -188,9 +184,9 @@ LayerRun run_layer(LayerRunOptions& options, bool show_progress) {
   }
   require_used(options, run);
   options.ranks.compute = compute_of(options, run.source.weights);
-  options.ranks.backend = options.backend ? *options.backend
-                                          : default_backend(options, run.source, ranks,
-                                                            as_process ? launched->rank : 0);
+  options.ranks.backend = options.backend
+                              ? *options.backend
+                              : default_backend(options, ranks, as_process ? launched->rank : 0);
   if (options.batch.input.empty()) {
     require_memory(options.batch.tokens, run.source.spec, value_type(options.ranks.compute),
                    options.ranks.backend);

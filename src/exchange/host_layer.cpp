@@ -7,6 +7,7 @@
 #include "base/plural.h"
 #include "fabric/fabric.h"
 #include "fabric/scoped_fabric.h"
+#include "layer/shared_beside.h"
 #include "network/proxy.h"
 #include "switchyard/error.h"
 #include "switchyard/routing.h"
@@ -54,17 +55,6 @@ void require_host_layers(const network::Hosts& hosts, const protocol::ExpertPart
                       ranks[i], places.num_experts));
     }
   }
-}
-
-LayerSpec spec_of_networks(const LayerSpec& spec, int networks, int intermediate, bool biased) {
-  LayerSpec inner;
-  inner.hidden = spec.hidden;
-  inner.intermediate = intermediate;
-  inner.num_experts = networks;
-  inner.top_k = 1;
-  inner.activation = spec.activation;
-  inner.expert_bias = biased;
-  return inner;
 }
 
 std::unique_ptr<LayerEngine> StagedContext::make_networks(

@@ -50,9 +50,6 @@ struct StagedContext {
                                              std::chrono::milliseconds deadline) const;
 };
 
-// The spec of such a layer.
-LayerSpec spec_of_networks(const LayerSpec& spec, int networks, int intermediate, bool biased);
-
 // Throws Error{kUnsupported} unless each host can be such a layer, and has as many ranks as every
 // other: rank i of a host sends to rank i of the others. All ranks throw the same.
 void require_host_layers(const network::Hosts& hosts, const protocol::ExpertPartition& places);

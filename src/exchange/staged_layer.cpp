@@ -20,6 +20,7 @@
 #include "layer/call.h"
 #include "layer/compute.h"
 #include "layer/failure.h"
+#include "layer/shared_beside.h"
 #include "network/proxy.h"
 #include "protocol/partition.h"
 #include "routing/route.h"
@@ -87,7 +88,6 @@ class Core {
   using Buffer = StagedContext::Buffer;
 
   DType value() const { return context_->value(); }
-  static MoeWeights shared_weights(const MoeWeights& all);
   std::vector<float> floats(const VectorView& v) const;
   GatePlanes gate_planes() const;
   void make_gate();
@@ -189,13 +189,6 @@ Core::Core(const World& world, const LayerSpec& spec, const MoeWeights& weights,
   });
 }
 
-MoeWeights Core::shared_weights(const MoeWeights& all) {
-  MoeWeights shared;
-  shared.experts = {all.shared};
-  shared.owner = all.owner;
-  return shared;
-}
-
 void Core::set_up_shared() {
   if (spec_.shared_intermediate == 0) return;
   const std::int64_t tokens = options_.max_tokens;
@@ -203,7 +196,7 @@ void Core::set_up_shared() {
   const bool biased = !shared.up_bias.empty() || !shared.down_bias.empty();
   shared_ =
       context_->make_networks(alone_, spec_of_networks(spec_, 1, spec_.shared_intermediate, biased),
-                              shared_weights(weights_), tokens, options_.deadline);
+                              only_shared(weights_), tokens, options_.deadline);
   first_ = repeated<std::int32_t>(tokens, 0);
   ones_ = repeated(tokens, 1.0f);
 }
@@ -325,7 +318,7 @@ void Core::refresh() {
 
 void Core::rebind(const MoeWeights& weights) {
   experts_->rebind(weights);
-  if (shared_) shared_->rebind(shared_weights(weights), nullptr);
+  if (shared_) shared_->rebind(only_shared(weights), nullptr);
   weights_ = weights;
   make_gate();
 }

@@ -38,6 +38,15 @@ void validate_activation(const Activation& activation) {
   if (activation.alpha != 1.0f && activation.kind != ActivationKind::kSilu &&
       activation.kind != ActivationKind::kSitu)
     reject("activation.alpha", activation.alpha, "only silu and situ have an alpha; leave it at 1");
+  // (Kernels multiply by the reciprocals of both.)
+  constexpr float kLeastBend = 1e-30f, kMostBend = 1e30f;
+  const auto bends = [](float bound) { return bound >= kLeastBend && bound <= kMostBend; };
+  if (activation.kind == ActivationKind::kSitu && !bends(activation.alpha))
+    reject("activation.alpha", activation.alpha, "situ takes 1e-30 to 1e30 (Kimi-K3: 4)");
+  if (activation.kind == ActivationKind::kSitu && std::isfinite(activation.limit) &&
+      !bends(activation.limit))
+    reject("activation.limit", activation.limit,
+           "situ takes 1e-30 to 1e30 (Kimi-K3: 25), or infinity for none");
   if (activation.kind == ActivationKind::kSitu && !activation.gated)
     reject("activation.gated", activation.gated, "situ is of gated FFNs; set it to true");
   if (!(activation.limit > 0))

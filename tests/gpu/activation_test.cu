@@ -15,24 +15,31 @@ namespace {
 
 using ActivationTest = OnGpu<::testing::Test>;
 
-__global__ void evaluate(gpu::ActivationForm form, bool compiled_in, const float* v, float* result,
-                         std::size_t count) {
+enum class Part {
+  kGate,
+  kSiluGate,  // as kernels for SiLU alone compute it
+  kUp
+};
+
+__global__ void evaluate(gpu::ActivationForm form, float limit, Part part, const float* v,
+                         float* result, std::size_t count) {
   const std::size_t i = blockIdx.x * std::size_t{blockDim.x} + threadIdx.x;
   if (i >= count) return;
-  result[i] = compiled_in    ? gpu::silu(v[i], form.first)
-              : form.is_tanh ? gpu::activate_tanh(form, v[i])
-                             : gpu::activate_ramp(form, v[i]);
+  result[i] = part == Part::kSiluGate ? gpu::silu(v[i], form.first)
+              : part == Part::kUp     ? gpu::bound_up(form, limit, v[i])
+              : form.is_tanh          ? gpu::activate_tanh(form, v[i])
+              : form.bend != 0        ? gpu::activate_bend(form, v[i])
+                                      : gpu::activate_ramp(form, v[i]);
 }
 
-// compiled_in: as kernels for SiLU alone compute it.
 std::vector<float> on_device(const std::vector<float>& values, const Activation& activation,
-                             bool compiled_in) {
+                             Part part) {
   constexpr unsigned kBlock = 256;
   const std::size_t bytes = values.size() * sizeof(float);
   gpu::DeviceBuffer from(bytes), to(bytes);
   from.upload(values.data(), bytes);
   const auto blocks = static_cast<unsigned>((values.size() + kBlock - 1) / kBlock);
-  evaluate<<<blocks, kBlock>>>(gpu::form_of(activation), compiled_in,
+  evaluate<<<blocks, kBlock>>>(gpu::form_of(activation), activation.limit, part,
                                reinterpret_cast<const float*>(from.data()),
                                reinterpret_cast<float*>(to.data()), values.size());
   gpu::synchronize_device();
@@ -44,23 +51,27 @@ std::vector<float> on_device(const std::vector<float>& values, const Activation&
 // A hundredth of the rounding of values near 1 to bf16, 2^-9. Beyond, rounding grows with them.
 constexpr double kBound = 4e-5;
 
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+
+// `most`: what the values tend to.
 template <typename Exact>
-void expect_close(const Activation& activation, Exact&& exact, bool compiled_in = false) {
+void expect_close(const Activation& activation, Exact&& exact, Part part = Part::kGate,
+                  float most = kInfinity) {
+  const double bound = std::isfinite(most) ? kBound * most : kBound;
   std::vector<float> values;
   for (int i = -400'000; i <= 400'000; ++i) values.push_back(static_cast<float>(i) * 1e-4f);
   for (float v = 50; v < 1e37f; v *= 7) {
     values.push_back(v);
     values.push_back(-v);
   }
-  const std::vector<float> results = on_device(values, activation, compiled_in);
+  const std::vector<float> results = on_device(values, activation, part);
   for (std::size_t i = 0; i < values.size(); ++i) {
     const double v = values[i], expected = exact(v);
-    ASSERT_NEAR(results[i], expected, kBound + 1e-6 * std::abs(expected)) << "of " << v;
+    ASSERT_NEAR(results[i], expected, bound + 1e-6 * std::abs(expected)) << "of " << v;
   }
-  const auto special = on_device({std::nanf(""), std::numeric_limits<float>::infinity(), 0.0f},
-                                 activation, compiled_in);
+  const auto special = on_device({std::nanf(""), kInfinity, 0.0f}, activation, part);
   EXPECT_TRUE(std::isnan(special[0]));
-  EXPECT_EQ(special[1], std::numeric_limits<float>::infinity());
+  EXPECT_EQ(special[1], most);
   EXPECT_EQ(special[2], 0.0f);
 }
 
@@ -72,7 +83,8 @@ TEST_F(ActivationTest, SiluIsCloseToFp64) {
       SCOPED_TRACE(::testing::Message() << alpha << (compiled_in ? ", compiled in" : ""));
       expect_close(
           {.kind = ActivationKind::kSilu, .alpha = alpha},
-          [=](double v) { return v / (1 + std::exp(-double{alpha} * v)); }, compiled_in);
+          [=](double v) { return v / (1 + std::exp(-double{alpha} * v)); },
+          compiled_in ? Part::kSiluGate : Part::kGate);
     }
   }
 }
@@ -87,6 +99,21 @@ TEST_F(ActivationTest, GeluByTanhIsCloseToFp64) {
     const double u = std::sqrt(2 / 3.14159265358979324) * (v + 0.044715 * v * v * v);
     return 0.5 * v * (1 + std::tanh(u));
   });
+}
+
+TEST_F(ActivationTest, SituIsCloseToFp64) {
+  for (const float alpha : {1.0f, 4.0f}) {
+    for (const float limit : {25.0f, kInfinity}) {
+      SCOPED_TRACE(::testing::Message() << alpha << ", " << limit);
+      const Activation situ{.kind = ActivationKind::kSitu, .alpha = alpha, .limit = limit};
+      expect_close(
+          situ, [=](double v) { return alpha * std::tanh(v / alpha) / (1 + std::exp(-v)); },
+          Part::kGate, alpha);
+      expect_close(
+          situ, [=](double u) { return std::isfinite(limit) ? limit * std::tanh(u / limit) : u; },
+          Part::kUp, limit);
+    }
+  }
 }
 
 }  // namespace

@@ -53,6 +53,15 @@ TEST_P(FourBitsOnRanks, TheSameBitsHoweverMany) {
   }
 }
 
+TEST_P(FourBitsOnRanks, ASharedExpertBesideThem) {
+  LayerSpec spec = spec_of(608, 352, 16, 4);
+  spec.shared_intermediate = 160;
+  const MoeWeights w = make_weights(spec, GetParam());
+  const Batch batch = routed(spec, 700, 0.8);
+  expect_accurate(spec, w, batch,
+                  run_on_gpus(spec, w, batch, Shares::of({400, 0, 300}), DType::kBF16));
+}
+
 TEST_P(FourBitsOnRanks, WeightsOnInputBiasesAndClamps) {
   for (const bool on_input : {true, false}) {
     LayerSpec spec = spec_of(608, 352, 16, 4);

@@ -208,8 +208,28 @@ TEST_F(GpuFourBits, NonsenseIsRefused) {
   const std::vector<std::uint8_t> zero(1 << 20, 7);
   for_each_four_bit_matrix(zeros, [&](MatrixView& m) { m.zero = zero.data(); });
   EXPECT_THAT(message(zeros), HasSubstr("take no zero points"));
-  spec.shared_intermediate = 64;
-  EXPECT_THAT(message(make_weights(spec, kMxfp4)), HasSubstr("shared expert"));
+}
+
+// It is of another type, so it is a layer of its own behind that of the routed experts.
+TEST_F(GpuFourBits, ASharedExpertBesideThem) {
+  LayerSpec spec = without_shared({.num_experts = 16, .top_k = 4});
+  spec.shared_intermediate = 160;
+  for (const DType dtype : {kMxfp4, kInt4}) {
+    for (const bool sigmoid : {false, true}) {
+      spec.shared_sigmoid_gate = sigmoid;
+      const MoeWeights w = make_weights(spec, dtype);
+      DeviceLayer layer(spec, w, 400);
+      EXPECT_EQ(layer.layer().spec(), spec);
+      for (const int tokens : {1, 24, 400}) {
+        SCOPED_TRACE(::testing::Message() << to_string(dtype) << ", " << tokens << " tokens"
+                                          << (sigmoid ? ", gated" : ""));
+        const Batch batch = routed(spec, tokens, 0.5);
+        const BatchResult result = layer.run(batch, DType::kBF16);
+        expect_accurate(spec, w, batch, result);
+        EXPECT_TRUE(layer.run(batch, DType::kBF16).output == result.output) << "repeated";
+      }
+    }
+  }
 }
 
 // 2,000 passes of the same tokens, of few and of many.

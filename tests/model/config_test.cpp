@@ -678,6 +678,14 @@ TEST(LayerSpecValidation, NamesFieldValueAndRemedy) {
   expect_bad([](LayerSpec& s) { s.top_k = 9; }, {"LayerSpec::top_k is 9", "[1, 8]"});
   expect_bad([](LayerSpec& s) { s.activation.alpha = kNan; }, {"activation.alpha is nan"});
   expect_bad([](LayerSpec& s) { s.activation.limit = 0; }, {"activation.limit is 0"});
+  // Reciprocals of these are infinite, or too small to be normal numbers.
+  for (const float bound : {1e-39f, 1e38f}) {
+    const auto situ = [](LayerSpec& s) { s.activation.kind = ActivationKind::kSitu; };
+    expect_bad([&](LayerSpec& s) { situ(s), s.activation.alpha = bound; },
+               {"activation.alpha is", "1e30"});
+    expect_bad([&](LayerSpec& s) { situ(s), s.activation.limit = bound; },
+               {"activation.limit is", "1e30"});
+  }
   expect_bad(
       [](LayerSpec& s) {
         s.activation.kind = ActivationKind::kGelu;

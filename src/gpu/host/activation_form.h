@@ -5,7 +5,7 @@
 
 namespace switchyard::gpu {
 
-// Throws Error{kUnsupported} for kSitu.
+// The activation, which has passed validate(), in the numbers that kernels compute it with.
 ActivationForm form_of(const Activation& activation);
 
 }  // namespace switchyard::gpu

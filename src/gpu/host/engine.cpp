@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <array>
+#include <bit>
 #include <cmath>
 #include <cstring>
 #include <new>
@@ -30,6 +31,7 @@
 #include "layer/compute.h"
 #include "layer/failure.h"
 #include "layer/recorder.h"
+#include "layer/shared_beside.h"
 #include "protocol/wait.h"
 #include "routing/route.h"
 
@@ -63,11 +65,6 @@ KernelEntry choose_kernel(const World& world, const LayerSpec& spec, const MoeWe
   const bool rounds = compute == DType::kF32 && !options.compute;
   if (given != nullptr && is_four_bit(given->up.dtype)) {
     require_boxes(given->up, compute, true);
-    if (spec.shared_intermediate > 0) {
-      unsupported(
-          "the experts are of four bits and there is a shared expert; kernels for GPUs multiply "
-          "experts of one type, so leave it out of the layer, or use the backend cpu");
-    }
     return find_kernel(spec.activation, given->up.dtype, compute, options.diagnostics.trace);
   }
   const DType type = rounds ? DType::kBF16 : compute;
@@ -751,15 +748,41 @@ void Engine::count_traffic(const std::uint32_t* counters) {
   stats_.signal_bytes = others * pairs * 2 * sizeof(std::uint64_t) + 4 * counters[kRaisedFlags];
 }
 
+std::unique_ptr<LayerEngine> make_fused(const World& world, const LayerSpec& spec,
+                                        const MoeWeights& weights, const LayerOptions& options,
+                                        std::shared_ptr<switchyard::PassMemory> memory) {
+  // MoeLayer has seen that it is of this backend.
+  return std::make_unique<Engine>(world, spec, weights, options,
+                                  std::static_pointer_cast<PassMemory>(std::move(memory)));
+}
+
+// The routing of so many tokens to the first expert.
+OnlyExpert only_expert(int device, int tokens) {
+  const DeviceScope scope(device);
+  const auto repeated = [&](std::uint32_t word) {
+    const std::vector<std::uint32_t> words(static_cast<std::size_t>(tokens), word);
+    const auto buffer = std::make_shared<DeviceBuffer>(words.size() * sizeof(word));
+    buffer->upload(words.data(), buffer->bytes());
+    return std::shared_ptr<const void>(buffer, buffer->data());
+  };
+  return {repeated(0), repeated(std::bit_cast<std::uint32_t>(1.0f))};
+}
+
 }  // namespace
 
 std::unique_ptr<LayerEngine> make_engine(const World& world, const LayerSpec& spec,
                                          const MoeWeights& weights, const LayerOptions& options,
                                          std::shared_ptr<switchyard::PassMemory> memory) {
   const HostRange range{"make layer"};
-  // MoeLayer has seen that it is of this backend.
-  return std::make_unique<Engine>(world, spec, weights, options,
-                                  std::static_pointer_cast<PassMemory>(std::move(memory)));
+  const bool four_bits = std::ranges::any_of(
+      weights.experts, [](const FfnWeights& expert) { return is_four_bit(expert.up.dtype); });
+  if (!four_bits || spec.shared_intermediate == 0) {
+    return make_fused(world, spec, weights, options, std::move(memory));
+  }
+  // A kernel multiplies experts of one type.
+  return make_shared_beside(world, spec, weights, options, std::move(memory), make_fused, [&] {
+    return only_expert(options.cuda.device, std::max(1, options.max_tokens));
+  });
 }
 
 }  // namespace switchyard::gpu

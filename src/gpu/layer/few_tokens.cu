@@ -138,7 +138,7 @@ struct Few {
         ++token;
         continue;
       }
-      const uint2 four = __ldg(reinterpret_cast<const uint2*>(
+      const uint2 four = __ldcg(reinterpret_cast<const uint2*>(
           static_cast<const std::uint16_t*>(p.x) + token * p.x_stride + 4 * at));
       const WordPair words{word_of(flag, four.x), word_of(flag, four.y)};
       visit_others(0, 1, [&](const Peer& peer) {

@@ -232,6 +232,9 @@ __device__ __forceinline__ bool load_tile(const TilePipeline<C>& pipeline, const
   for (std::uint32_t kb = 0; kb < task.k_blocks;) {
     const std::uint32_t end = kTogether ? min(kb + together, task.k_blocks) : kb + 1;
     if (!await_room<kGathers<C>>(pipeline, ring, place, end - kb)) return false;
+    // Ordinary copies may have written these stages before. Warps that multiply each by itself read
+    // them without the fence that matrix units want.
+    if constexpr (kGathers<C> && kFourBit<C>) fence_async_proxy_shared();
 #pragma unroll 1
     for (; kb < end; ++kb) {
       const std::uint32_t full = ring.full_barrier(place.stage);

@@ -35,8 +35,8 @@ class Multiplier {
     empty_ = pipeline.paired != 0 ? address_in_pair(ring_.empty, lane) : ring_.empty;
   }
 
-  // True if the stage is full. The test costs nothing if it runs a little before the answer is
-  // needed.
+  // True if the stage is full: lanes may disagree, because each looks by itself. The test costs
+  // nothing if it runs a little before the answer is needed.
   __device__ __forceinline__ bool ready() const { return ready(place_); }
   __device__ __forceinline__ bool ready(const RingPlace& place) const {
     return test_wait(ring_.full_barrier(place.stage), place.parity);
@@ -313,7 +313,8 @@ __device__ __forceinline__ void multiply_low(const TilePipeline<C>& pipeline,
   RingPlace next = place;
   next.advance(stage.ring().stages);
   std::uint32_t left = k_blocks;
-  bool ready = left < 2 | stage.ready(next);
+  // Lanes that saw different answers would multiply apart from each other, so they vote.
+  bool ready = left < 2 || __all_sync(~0u, stage.ready(next)) != 0;
   // Multiplies a stage. Returns true if the next one may follow at once.
   const auto turn = [&](const Stage& now, Stage& then) {
     // The last turn loads bytes of no stage, and makes no products of them.
@@ -322,9 +323,10 @@ __device__ __forceinline__ void multiply_low(const TilePipeline<C>& pipeline,
     place = next;
     next.advance(stage.ring().stages);
     --left;
-    ready = left < 2 | stage.ready(next);
+    const bool full = left < 2 | stage.ready(next);
     now.template multiply<kType>(acc);
     stage.release(current);
+    ready = __all_sync(~0u, full) != 0;
     return left != 0 & ready;
   };
   do {
