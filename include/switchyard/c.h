@@ -209,7 +209,8 @@ typedef struct sy_world_info {
   int32_t size;
   uint32_t reserved;  // 0
   double deadline_seconds;
-  const char* fabric;  // "threads", "shared memory"; static text
+  // "threads", "shared memory", or "2 hosts, libfabric ..."; it lasts as long as the world.
+  const char* fabric;
 } sy_world_info;
 #define SY_WORLD_INFO_INIT \
   { .struct_size = sizeof(sy_world_info) }
@@ -418,8 +419,9 @@ typedef struct sy_forward {
   { .struct_size = sizeof(sy_forward), .out_scale = 1.0f }
 
 // Every rank of the world must call it. With SY_CPU it returns when `out` is complete; with
-// SY_CUDA it enqueues one kernel on `stream` and returns. Errors: as MoeLayer::forward() in
-// layer.h. After SY_TIMEOUT and SY_ABORTED the layer is dead.
+// SY_CUDA it enqueues one kernel on `stream` (two where a shared expert stands beside experts of
+// four bits) and returns. Errors: as MoeLayer::forward() in layer.h. After SY_TIMEOUT and
+// SY_ABORTED the layer is dead.
 SY_API sy_status sy_layer_forward(sy_layer* layer, const sy_forward* call);
 // Fails as sy_layer_forward() would for passes that have ended, and waits for nothing.
 SY_API sy_status sy_layer_check(sy_layer* layer);
@@ -561,7 +563,7 @@ SY_API sy_status sy_topk(const sy_routing* routing, int32_t top_k, const sy_tens
                          const sy_tensor* correction_bias, const sy_tensor* ids,
                          const sy_tensor* weights, int64_t* nan_logits);
 
-// sy_topk() where the tensors are: on the host, or, enqueued, on a GPU (topk() in grouped_gemm.h).
+// sy_topk() where the tensors are: on the host, or, enqueued, on a GPU (topk() in operators.h).
 // All of them are on the device of the logits.
 typedef struct sy_topk_call {
   uint32_t struct_size;
@@ -850,7 +852,7 @@ typedef struct sy_dispatch_input {
   void* stream;       // SY_CUDA: a cudaStream_t
   sy_tensor x;        // [T, H], columns contiguous
   sy_tensor x_scale;  // [T, ceil(H / 128)] f32: of SY_F8_E4M3
-  sy_tensor ids;      // [T, K] i32 or i64, contiguous; negative ones, and those of E or more: none
+  sy_tensor ids;      // [T, K] i32 or i64, contiguous; -1: none; E or more: see large_ids_are_none
   sy_tensor weights;  // [T, K] f32 or bf16, contiguous; absent: 1
 } sy_dispatch_input;
 #define SY_DISPATCH_INPUT_INIT \

@@ -41,7 +41,7 @@ class Error : public std::runtime_error {
 // the symmetric heap of every reachable rank, so that all of them can tell which rank was at fault.
 struct WaitFailure {
   int waiter_rank = -1;        // the rank whose deadline passed
-  int peer_rank = -1;          // the rank it waited for, after following "waits for" links
+  int peer_rank = -1;          // the rank at fault
   const char* phase = "";      // "slots", "counts", "dispatch", "combine", "signal", ...
   std::uint64_t epoch = 0;     // forward passes since the layer was made, or dispatches and
                                // combines since the exchange was, starting at 1

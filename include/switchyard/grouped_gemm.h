@@ -48,9 +48,9 @@ struct GroupedGemmSpec {
 };
 
 struct GroupedGemmWeights {
-  // [E] matrices [N, K] in any strides, so also those that are stored as [K, N]; bf16, f16, f32, or
-  // FP8 with scales of blocks, of rows or of the whole. One type, and scales of one form, for all
-  // experts.
+  // [E] matrices [N, K] in any strides, so also those that are stored as [K, N]; bf16, f16, f32,
+  // FP8 with scales of blocks, of rows or of the whole, or MXFP4 or INT4. One type, and scales of
+  // one form, for all experts.
   std::vector<MatrixView> matrices{};
   std::vector<VectorView> biases{};     // [E] of [N], bf16, f16 or f32; or empty
   std::shared_ptr<const void> owner{};  // keeps them alive; or null

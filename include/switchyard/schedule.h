@@ -8,10 +8,10 @@
 namespace switchyard {
 
 struct Schedule {
-  // The most tokens of a pass that runs the kernel for few tokens. In that kernel every block
-  // routes all tokens for itself, and tasks are the smallest. 0: no pass runs it; at most
-  // kMostSmallTokens. The rule: 32 tokens, and 6144 logits in bf16 or 3072 in FP8. (Passes of
-  // several ranks, and those of more than 512 slots, never run it.)
+  // The most tokens of a small pass. In its kernel every block routes all tokens for itself, and
+  // tasks are the smallest. At most kMostSmallTokens. The rule: 32 tokens, and 6144 logits in bf16
+  // or 3072 in FP8. (Passes of several ranks, and those of more than 512 slots, are never small.)
+  // 0: none is. Nor does a pass run the kernel for few tokens then, on one GPU or over ranks.
   std::optional<int> small_tokens{};
   // The fewest rows per expert, on average, at which blocks work in pairs that share a task's
   // tokens. 0: in all passes that are not small; -1: in none. The rule: 96.

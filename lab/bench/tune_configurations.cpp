@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <initializer_list>
+#include <set>
 
 #include "base/names.h"
 #include "bench/tune.h"
@@ -97,8 +98,7 @@ std::vector<GroupedChoice> grouped_bf16() {
   std::vector<GroupedChoice> all;
   for (const int rows : {16, 32, 48, 64, 80, 96, 128, 160, 192, 256}) {
     const int most = most_stages(rows, kBF16Facts.weight_rows);
-    for (const int stages : {most, 4, 2}) {
-      if (stages == 4 && most <= 4) continue;
+    for (const int stages : std::set{most, std::min(most, 4), 2}) {
       for (const bool paired : {false, true}) {
         for (const int splits : {1, 2, 4, 8}) {
           // A short ring and a split K are for tiles that wait for memory, never together.

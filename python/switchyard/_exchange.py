@@ -168,7 +168,7 @@ class Exchange(Owned):
     placement : sequence of int [places], optional
         The expert at each place, as `experts` of `Placement`.
     large_ids_are_none : bool
-        Ids of num_experts or more mean "no expert", as negative ones do.
+        Ids of num_experts or more mean "no expert", as -1 does.
     device : str, int or torch.device
         "cpu", or the GPU.
     num_threads : int

@@ -24,7 +24,9 @@ from .errors import InvalidArgument, MissingTensor, ShapeMismatch
 
 
 class Experts(Handle):
-    """One layer's experts over the caller's tensors: it owns and copies no weight matrix.
+    """One layer's experts over the caller's tensors: on a CPU it copies no weight matrix.
+
+    On a GPU it copies those of four bits, and those of another type than it computes in.
 
     ``out[t] = sum_k topk_weights[t, k] * down_e(act(gate_e x[t], up_e x[t]))``, with
     ``e = topk_ids[t, k]``. Collective: every rank of the world makes it, and calls it.

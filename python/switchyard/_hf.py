@@ -283,8 +283,8 @@ def _refuse_unlike_mxfp4(module: torch.nn.Module, name: str, scale: torch.Tensor
         )
     if scale.device.type == "cuda":
         raise Unsupported(
-            f"{_name(module)}.{name} is on {scale.device}: Switchyard multiplies weights of four bits on CPUs only, "
-            "for now; load the model with dequantize=True, or leave it to its own kernels"
+            f"{_name(module)}.{name} is on {scale.device}: through transformers Switchyard takes weights of four "
+            "bits in host memory only; load the model with dequantize=True, or leave it to its own kernels"
         )
 
 

@@ -352,8 +352,8 @@ def register_with_transformers(
     """Make an experts implementation known to transformers 5.
 
     Then ``AutoModelForCausalLM.from_pretrained(..., experts_implementation="switchyard")`` runs the
-    experts of bf16, fp16, fp32 and FP8 models with Switchyard, where their class goes through the
-    interface of transformers; `patch` is for the others. ``python -m switchyard check-hf`` says
+    experts of bf16, fp16, fp32 and FP8 models with Switchyard, and on CPUs of MXFP4 ones, where their
+    class goes through the interface of transformers; `patch` is for the others. ``python -m switchyard check-hf`` says
     which do. Expert parallelism knows the name, too: docs/frameworks/transformers.md.
 
     Parameters

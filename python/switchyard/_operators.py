@@ -107,7 +107,8 @@ def _check_schedule(schedule: Any) -> None:
 class GroupedGemm(Reader):
     """The products of experts with their rows: ``out[r] = activation(w[e] @ x[r] + bias[e])``.
 
-    It owns and copies no weight matrix. One call at a time runs; others wait.
+    On a CPU it copies no weight matrix; on a GPU those of four bits, and those of another type than it
+    computes in. One call at a time runs; others wait.
 
     Parameters
     ----------

@@ -104,8 +104,8 @@ class Numerics:
     pre_sum_per_host : bool
         Ranks on several hosts: a host sums its weighted outputs of one token of another host in fp32, in
         the order of k, rounds the sum to the outputs' type, and sends it as one row. Fewer bytes between
-        hosts, one rounding more. Of one host nothing changes. On GPUs a host's ranks are one layer then,
-        with the fused kernel between them: set it where hosts have several GPUs.
+        hosts, one rounding more. Of one host nothing changes. Layers of GPUs over several hosts always do
+        so, whatever this says.
 
     Raises
     ------

@@ -77,9 +77,10 @@ from activations and a router made for it. With --suite, --model, --tokens, --ba
 and --compute choose among the suite's points.
 
 F is the floor, the least time of one launch on this GPU: max(launch + touched weight bytes / read
-rate, FLOPs / rate of the arithmetic). This build knows these roofs of the NVIDIA H200. For another
-GPU, measure them and give them in a file with --machine-facts; without it, rows have no floor:
-  {"gpu": "NVIDIA H100 80GB HBM3",
+rate, FLOPs / rate of the arithmetic). This build knows these roofs of the NVIDIA H100 and H200. For
+another GPU, measure them and give them in a file with --machine-facts; without it, rows have no
+floor:
+  {"gpu": "NVIDIA H20",
    "roofs": {"launch_us": {"value": 7, "source": "how it was measured"},
              "read_gb_per_s": {"value": 2900, "source": "..."},
              "bf16_tflop_per_s": {...}, "fp8_tflop_per_s": {...},

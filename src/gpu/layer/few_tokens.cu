@@ -3,8 +3,9 @@
 // the first time. So this one has few instructions. There are no tasks: what a warp computes
 // follows from its number.
 //
-//   first GEMM    a pair of warps multiplies 16 rows of an expert's weights, 8 of gate and the same
-//                 8 of up, with all tokens of the pass, activates the sums and stores h
+//   first GEMM    two warps, or four over ranks in bf16 and FP8, multiply 16 rows of an expert's
+//                 weights, 8 of gate and the same 8 of up, with all tokens of the pass, activate
+//                 the sums and store h
 //   second GEMM   a block multiplies 16 rows of all experts' weights with h. Its warps share the
 //                 experts' columns, and add up their sums, weighed, in shared memory
 //
