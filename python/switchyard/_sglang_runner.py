@@ -85,6 +85,7 @@ def deployment(config: Any) -> Deployment:
         ranks=max(map(group_size, ("moe_ep_size", "moe_tp_size", "tp_size", "attn_dp_size"))),
         a2a_backend="none" if is_fused() else moe_utils.get_moe_a2a_backend().value,
         two_batch_overlap=bool(flags.tbo_enabled), single_batch_overlap=bool(flags.sbo_enabled),
+        multiplexes=bool(setting("enable_pdmux")),
         lora=bool(setting("enable_lora") or setting("lora_paths")), no_combine=config.no_combine,
         fused=fused(config) if is_fused() else None,
     )

@@ -82,6 +82,7 @@ class Deployment:
     ranks: int = 1
     a2a_backend: str = "none"
     two_batch_overlap: bool = False
+    multiplexes: bool = False
     single_batch_overlap: bool = False
     lora: bool = False
     no_combine: bool = False
@@ -152,6 +153,11 @@ def refuse(options: Options, deployment: Deployment) -> None:
         raise Unsupported(
             "--enable-two-batch-overlap is on: two passes of one layer would be on their way at once, "
             "in one workspace. Turn it off"
+        )
+    if deployment.multiplexes:
+        raise Unsupported(
+            "--enable-pdmux is on: a prefill and a decode would be on their way at once, in one workspace "
+            "and on parts of the GPU. Turn it off"
         )
     if deployment.single_batch_overlap:
         raise Unsupported(

@@ -89,10 +89,7 @@ class SwitchyardExperts(modular_kernel.FusedMoEExpertsModular):
 
     @staticmethod
     def _supports_activation(activation: Any) -> bool:
-        try:
-            activation_of(activation.value, None, 1.0, 0.0)
-        except Unsupported:
-            return False
+        # _binding() has decided, with the numbers of the layer, which some activations need.
         return True
 
     @staticmethod
@@ -183,6 +180,7 @@ class SwitchyardRoutedExperts(RoutedExperts):
             # Now, so that vLLM counts the memory, errors come before the first request, and graphs that
             # were captured before read what is new.
             try:
+                refuse(options, config, moe_config)  # models change it after the layer is made
                 self.binding.weights_loaded(self.w13_weight, self.w2_weight, **self.small())
             except Error as error:
                 raise type(error)(f"{prefix}: {error}") from error

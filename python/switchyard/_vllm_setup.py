@@ -62,7 +62,9 @@ def activation_of(
         return Activation("silu", alpha=alpha, limit=bound, up_bias=beta), "gate_up"
     bends, bends_up = situ
     if name == "situ" and bends is not None and limit is None:
-        return Activation("situ", alpha=bends, limit=math.inf if bends_up is None else bends_up), "gate_up"
+        # A bound of up that is not above 0 is none in vLLM.
+        bound = math.inf if bends_up is None or bends_up <= 0 else bends_up
+        return Activation("situ", alpha=bends, limit=bound), "gate_up"
     plain = name.removesuffix("_no_mul")
     if plain != name and plain in ("silu", "gelu", "gelu_tanh", "relu2"):
         return Activation(plain, gated=False), "gate_up"

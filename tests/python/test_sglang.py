@@ -50,6 +50,7 @@ def test_options_are_read_from_the_environment():
     "changes,text",
     [
         ({"two_batch_overlap": True}, "two-batch-overlap"),
+        ({"multiplexes": True}, "enable-pdmux"),
         ({"single_batch_overlap": True}, "single-batch-overlap"),
         ({"lora": True}, "LoRA"),
         ({"a2a_backend": "deepep"}, "'deepep'"),

@@ -356,6 +356,8 @@ def test_vllms_layer_computes_as_the_reference(vllm, dtype, bound):
         ("swigluoai_uninterleave", {"swiglu_limit": 2.0, "swiglu_alpha": 1.3, "swiglu_beta": 0.5}),
         ("silu_no_mul", {}),
         ("relu2_no_mul", {}),
+        ("situ", {"activation_situ_beta": 2.0, "activation_situ_linear_beta": 1.5}),
+        ("situ", {"activation_situ_beta": 2.0, "activation_situ_linear_beta": 0.0}),
     ],
 )
 def test_activations_are_vllms(vllm, monkeypatch, name, more):
@@ -391,6 +393,10 @@ def test_activations_are_vllms(vllm, monkeypatch, name, more):
             # vLLM has it as a CUDA kernel only: its formula.
             gate, up = h[:, :I].clamp(max=2.0), h[:, I:].clamp(-2.0, 2.0)
             return gate * torch.sigmoid(1.3 * gate) * (up + 0.5)
+        if name == "situ":
+            gate, up = h[:, :I], h[:, I:]
+            bound = more["activation_situ_linear_beta"]
+            return 2.0 * torch.tanh(gate / 2.0) * torch.sigmoid(gate) * (bound * torch.tanh(up / bound) if bound else up)
         return torch.relu(h).square() if name == "relu2_no_mul" else torch.nn.functional.silu(h)
 
     expected = torch.zeros(T, H, dtype=torch.float64)
@@ -406,6 +412,20 @@ def test_activations_are_vllms(vllm, monkeypatch, name, more):
                 y += layer.w2_bias[e]
             expected[t] += weights[t, k] * y
     assert error(run(layer, x, ids, weights), expected) < 1e-5
+
+
+def test_slots_of_zero_experts_hide_no_expert(vllm):
+    """LongCat's router gives slots of its zero experts the id 0 and the weight 0."""
+    layer = vllm(params_dtype=torch.float32)
+    load(layer)
+    x, ids, weights = batch()
+    ids, weights = ids.clone(), weights.clone()
+    ids[:, -1], weights[:, -1] = 0, 0.7
+    ids[:, 0], weights[:, 0] = 0, 0
+    out = run(layer, x.float(), ids, weights)
+    w13 = layer.w13_weight.chunk(2, dim=1)
+    expected = experts(x.float(), *w13, layer.w2_weight, ids, weights, Activation())
+    assert error(out, expected) < 1e-5
 
 
 def test_an_activation_that_is_not_there_is_refused(vllm):
