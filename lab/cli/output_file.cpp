@@ -3,6 +3,7 @@
 #include <fmt/core.h>
 
 #include <algorithm>
+#include <map>
 #include <system_error>
 
 #include "base/printable.h"
@@ -18,6 +19,17 @@ namespace fs = std::filesystem;
                                 const std::string& problem) {
   throw Error(ErrorCode::kInvalidArgument,
               fmt::format("{} is '{}', {}", option, printable(path), problem));
+}
+
+// Refuses a file that another option of this command writes.
+void require_own(const char* option, const fs::path& path, const fs::path& target) {
+  static std::map<fs::path, std::string> options;
+  std::error_code ignored;
+  const fs::path file = fs::canonical(target.parent_path(), ignored) / target.filename();
+  const std::string& first = options.try_emplace(file, option).first->second;
+  if (first != option) {
+    refuse_output(option, path, fmt::format("which {} names, too; name another file", first));
+  }
 }
 
 }  // namespace
@@ -60,6 +72,7 @@ fs::path output_file(const char* option, const fs::path& path, std::span<const s
                   "which is in the checkpoint's directory, where it could pass for a part of the "
                   "checkpoint; name a file in another directory");
   }
+  require_own(option, path, target);
   try {
     (void)WholeFile(target);
   } catch (const Error& e) {

@@ -92,11 +92,6 @@ void print_text(const TraceOptions& options, const LayerRun& run, const trace::S
 int run(TraceOptions& options) {
   const std::filesystem::path out = place_for("--output", options.out, options);
   const std::filesystem::path page = place_for("--html", options.html, options);
-  if (page == out) {
-    throw Error(ErrorCode::kInvalidArgument,
-                fmt::format("--html and --output are both {}; name another file for one of them",
-                            printable(options.html)));
-  }
   options.ranks.trace = true;
   const LayerRun run = run_layer(options, true);
   if (!run.result) return kExitOk;
