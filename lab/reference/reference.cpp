@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <barrier>
+#include <charconv>
 #include <cmath>
 #include <limits>
 #include <numbers>
@@ -296,8 +297,13 @@ void assign_slots(const LayerSpec& spec, const ReferenceInput& input, Plan& plan
     double capacity = std::numeric_limits<double>::infinity();
     if (spec.capacity_factor > 0) {
       const int per_token = spec.capacity_rule == CapacityRule::kTokens ? 1 : spec.top_k;
-      capacity = std::ceil(double{spec.capacity_factor} * per_token *
-                           static_cast<double>(rank_tokens) / spec.num_experts);
+      // The factor that its decimals say, not the float that stands for them.
+      const std::string decimals = fmt::format("{}", spec.capacity_factor);
+      double factor = 0;
+      std::from_chars(decimals.data(), decimals.data() + decimals.size(), factor);
+      const double slots = factor * per_token * static_cast<double>(rank_tokens) / spec.num_experts;
+      constexpr double kNoise = 1e-12;  // of the products
+      capacity = std::ceil(slots - slots * kNoise);
     }
     std::vector<std::int64_t> used(static_cast<std::size_t>(spec.num_experts), 0);
     for (const std::int64_t end = token + rank_tokens; token < end; ++token) {

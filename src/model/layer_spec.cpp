@@ -2,6 +2,7 @@
 
 #include <fmt/core.h>
 
+#include <charconv>
 #include <cmath>
 
 #include "model/layer_problem.h"
@@ -204,11 +205,27 @@ std::string describe(const LayerSpec& spec) {
   return line;
 }
 
+namespace {
+
+// The number that a caller means who wrote it in few decimals: 1.2 is a little more in fp32, and
+// 1.2 times an even share of 10 slots would be 13.
+double as_written(float value) {
+  char text[32];
+  const char* const end = std::to_chars(text, text + sizeof(text), value).ptr;
+  double exact = value;
+  std::from_chars(text, end, exact);
+  return exact;
+}
+
+}  // namespace
+
 std::uint32_t expert_capacity(const LayerSpec& spec, std::int64_t tokens) {
   if (spec.capacity_factor <= 0) return kNoCapacity;
   const int choices = spec.capacity_rule == CapacityRule::kSlots ? spec.top_k : 1;
-  const double capacity = std::ceil(static_cast<double>(spec.capacity_factor) * choices *
-                                    static_cast<double>(tokens) / spec.num_experts);
+  const double slots =
+      as_written(spec.capacity_factor) * choices * static_cast<double>(tokens) / spec.num_experts;
+  // (A product that should be whole may be off by some units in the last place.)
+  const double capacity = std::ceil(slots * (1 - 1e-12));
   return capacity < static_cast<double>(kNoCapacity) ? static_cast<std::uint32_t>(capacity)
                                                      : kNoCapacity;
 }
