@@ -55,7 +55,8 @@ const char* to_string(Backend backend);
 
 // The treatment of slots with bad ids. An id is bad if it is below kNoExpert, or num_experts or
 // more, or if it repeats an expert of the same token. In hash-routed layers all slots of a token
-// whose id is outside the table are bad.
+// whose id is outside the table are bad. (A slot of weight 0 whose expert another slot of the token
+// names, too, is no expert's and not bad: routers write such slots for experts that do nothing.)
 enum class BadIds : std::uint8_t {
   kRaise,  // Error{kInvalidArgument}: with kCpu before anything is sent, with kCuda from a later
            // call
@@ -218,7 +219,8 @@ struct ForwardOutput {
   DType dtype = DType::kBF16;   // kBF16, kF16 or kF32
   std::int64_t row_stride = 0;  // in elements; 0: H
   // y = scale * (weighted sum of the experts' and the shared expert's outputs), in fp32, and with
-  // `accumulate` y += that, in fp32, rounded once: the memory then holds the other summand, numbers
+  // `accumulate` y += that, in fp32, rounded once (twice where a shared expert stands beside
+  // experts of four bits on a GPU): the memory then holds the other summand, numbers
   // of `dtype`, whatever the pass may be (a graph that captured it adds at every launch).
   float scale = 1;
   bool accumulate = false;

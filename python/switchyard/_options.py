@@ -97,8 +97,8 @@ class Numerics:
         An even share of T tokens is T top_k / E, as in GShard, or T / E, as in FlashDMoE; rounded up
         with its factor.
     bad_ids : {"raise", "skip"}
-        The effect of an id that no expert has, or that a token names twice: an error, or a slot
-        that contributes nothing and counts in ``stats().bad_slots``.
+        The effect of an id that no expert has, or that a token names twice (slots of weight 0 apart): an
+        error, or a slot that contributes nothing and counts in ``stats().bad_slots``.
     large_ids_are_none : bool
         Ids of num_experts or more mean "no expert", as -1 does.
     pre_sum_per_host : bool

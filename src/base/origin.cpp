@@ -15,6 +15,11 @@ namespace {
     nullptr, nullptr, [] { process_generation.fetch_add(1, std::memory_order_relaxed); });
 }  // namespace
 
+void refuse_moved(const char* what) {
+  throw Error(ErrorCode::kInvalidArgument,
+              fmt::format("{} was moved out of this variable; use the one that has it now", what));
+}
+
 void Origin::refuse_inherited(const char* what) {
   throw Error(
       ErrorCode::kInvalidArgument,

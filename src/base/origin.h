@@ -52,6 +52,24 @@ void leave_inherited(std::unique_ptr<T>& owned) noexcept {
   if (owned != nullptr && !ends_here(owned->origin)) (void)owned.release();
 }
 
+[[noreturn]] void refuse_moved(const char* what);
+// The object of a handle. Throws Error{kInvalidArgument} for a handle that was moved from; `what`
+// is the object's name: "the layer".
+template <typename Owner>
+auto& held(const Owner& owned, const char* what) {
+  if (owned == nullptr) [[unlikely]] {
+    refuse_moved(what);
+  }
+  return *owned;
+}
+// The same, and throws as Origin::require_here().
+template <typename Owner>
+auto& held_here(const Owner& owned, const char* what) {
+  auto& object = held(owned, what);
+  object.origin.require_here(what);
+  return object;
+}
+
 // Does the same as std::make_shared(), but the object is left behind in a process that inherited
 // it.
 template <typename T, typename... Arguments>

@@ -10,6 +10,12 @@
 
 namespace switchyard {
 
+// True if rows that stand `stride` elements apart, in either direction, share some of their
+// columns.
+constexpr bool is_short(std::int64_t stride, std::int64_t columns) {
+  return -columns < stride && stride < columns;
+}
+
 // An array of a call: rows of contiguous bytes. `name` is the argument's. An absent array has no
 // rows.
 class CallArray {

@@ -225,10 +225,15 @@ void forward(sy_layer& layer, const sy_forward& given) {
   const std::int64_t tokens = input.activations.rows;
   if (is_given(call.x_scale)) {
     const MatrixView scale = matrix("x_scale", call.x_scale, device_type);
-    if (scale.dtype != DType::kF32 || (scale.cols > 1 && scale.col_stride != 1)) {
+    if (scale.dtype != DType::kF32) {
       refuse(ErrorCode::kDTypeMismatch,
-             fmt::format("x_scale is {} with a column stride of {}; pass f32 with contiguous rows",
-                         to_string(scale.dtype), scale.col_stride));
+             fmt::format("x_scale is {}; pass f32", to_string(scale.dtype)));
+    }
+    if (scale.cols > 1 && scale.col_stride != 1) {
+      refuse(ErrorCode::kInvalidArgument,
+             fmt::format("x_scale has columns {} elements apart; pass a copy whose rows are "
+                         "contiguous",
+                         scale.col_stride));
     }
     constexpr std::int64_t kGroup = 128;
     require_rows("x_scale", call.x_scale, tokens,
@@ -250,7 +255,9 @@ void forward(sy_layer& layer, const sy_forward& given) {
   if (is_given(call.token_ids)) {
     check_tensor("token_ids", call.token_ids, 1, device_type);
     if (call.token_ids.dtype != SY_I32) {
-      refuse(ErrorCode::kDTypeMismatch, "token_ids must be i32");
+      refuse(ErrorCode::kDTypeMismatch,
+             fmt::format("token_ids are {}; convert them to i32",
+                         to_string(dtype_of("token_ids", call.token_ids.dtype))));
     }
     require_contiguous("token_ids", call.token_ids);
     input.token_ids = {static_cast<const std::int32_t*>(call.token_ids.data),

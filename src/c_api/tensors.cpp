@@ -286,8 +286,10 @@ DType dtype_of(const char* name, sy_dtype dtype) {
     case SY_F4_E2M1: return DType::kF4E2M1;
     case SY_U4: return DType::kU4;
     case SY_F8_E8M0:
-      throw Error(ErrorCode::kDTypeMismatch,
-                  fmt::format("{} is f8_e8m0, which only scales may be", name));
+      throw Error(
+          ErrorCode::kDTypeMismatch,
+          fmt::format("{} is f8_e8m0, which only scales of weights may be; pass another type",
+                      name));
     default:
       throw Error(
           ErrorCode::kDTypeMismatch,

@@ -234,25 +234,28 @@ class Engine final : public LayerEngine {
 Engine::Engine(const World& world, const LayerSpec& spec, const MoeWeights& weights,
                const LayerOptions& options, std::shared_ptr<PassMemory> memory)
     : world_(world), options_(options), memory_(std::move(memory)) {
-  validate(spec);
-  layer_.spec = spec;
-  place_experts(options.placement);
-  validate(spec, weights, own_places(), num_places());
-  if (!weights.router.empty()) routing::check_routable(spec);
-  if (spec.top_k > protocol::kMaxTopK || world.size() > protocol::kMaxRanks) {
-    throw Error(
-        ErrorCode::kUnsupported,
-        fmt::format("top_k {} over {} ranks; this build supports top_k up to {} and {} ranks",
-                    spec.top_k, world.size(), protocol::kMaxTopK, protocol::kMaxRanks));
-  }
-
-  // Other ranks' experts may be good, and these ranks would wait for this one.
-  attempt_together(world.fabric(), [&] { check_values(weights, own_places()); });
+  // What other ranks were given may be good, and these ranks would wait for this one.
+  attempt_together(world.fabric(), [&] {
+    validate(spec);
+    layer_.spec = spec;
+    place_experts(options.placement);
+    validate(spec, weights, own_places(), num_places());
+    if (!weights.router.empty()) routing::check_routable(spec);
+    if (spec.top_k > protocol::kMaxTopK || world.size() > protocol::kMaxRanks) {
+      throw Error(
+          ErrorCode::kUnsupported,
+          fmt::format("top_k {} over {} ranks; this build supports top_k up to {} and {} ranks",
+                      spec.top_k, world.size(), protocol::kMaxTopK, protocol::kMaxRanks));
+    }
+    check_values(weights, own_places());
+  });
 
   weights_ = weights;
   layer_.on_step = options.diagnostics.on_step;
   layer_.max_tokens = options.max_tokens;
-  set_compute(layer_, resolve_compute(weights, options.compute));
+  set_compute(layer_, agree_on_compute(world.fabric(), weights, options.compute));
+  // Without weights that would say it, this rank keeps what the others said.
+  if (own_places().begin == own_places().end) options_.compute = layer_.compute;
   layer_.places = {num_places(), world.size()};
 
   prepare_weights();

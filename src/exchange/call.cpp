@@ -3,7 +3,6 @@
 #include <fmt/core.h>
 
 #include <cmath>
-#include <cstdlib>
 #include <string>
 
 #include "base/limits.h"
@@ -77,7 +76,7 @@ void require_not_lost(const ExchangeCalls& calls) {
 }
 
 void check_stride(const char* name, std::int64_t stride, std::int64_t columns) {
-  if (stride == 0 || std::abs(stride) >= columns) return;
+  if (stride == 0 || !is_short(stride, columns)) return;
   refuse(
       fmt::format("{} is {} elements, but a row has {}; use at least that, or 0 for rows one "
                   "behind the other",
@@ -263,7 +262,7 @@ void read_ids(const ExchangeProblem& problem, const SlotView& given, std::int32_
   const ExchangeSpec& spec = problem.spec;
   const auto top_k = static_cast<std::size_t>(spec.top_k);
   for_each_id(
-      spec.num_experts, spec.top_k, given, id_rules(spec),
+      spec.num_experts, spec.top_k, given, {}, id_rules(spec),
       [&](std::size_t i, std::int32_t id) { ids[i] = id; },
       [&](std::size_t i, std::int64_t id, bool twice) {
         refuse(twice ? named_twice_text(i / top_k, id)

@@ -16,6 +16,8 @@
 namespace switchyard {
 namespace {
 
+constexpr const char* kName = "the exchange";
+
 using State = ExchangeHandle::State;
 
 const char* name_of(RowLayout::Kind kind) {
@@ -150,10 +152,7 @@ Exchange& Exchange::operator=(Exchange&& other) noexcept {
   return *this;
 }
 
-ExchangeEngine& Exchange::engine() const {
-  engine_->origin.require_here("the exchange");
-  return *engine_;
-}
+ExchangeEngine& Exchange::engine() const { return held_here(engine_, kName); }
 
 ExchangeHandle Exchange::make_handle() const {
   std::unique_ptr<State> state = engine().make_handle();
@@ -246,9 +245,9 @@ PassTrace Exchange::trace() const {
   return engine().trace();
 }
 
-const ExchangeSpec& Exchange::spec() const { return engine_->problem().spec; }
-Backend Exchange::backend() const { return engine_->options().backend; }
-int Exchange::num_threads() const { return engine_->num_threads(); }
-ExpertRange Exchange::own_places() const { return engine_->problem().own(); }
+const ExchangeSpec& Exchange::spec() const { return held(engine_, kName).problem().spec; }
+Backend Exchange::backend() const { return held(engine_, kName).options().backend; }
+int Exchange::num_threads() const { return held(engine_, kName).num_threads(); }
+ExpertRange Exchange::own_places() const { return held(engine_, kName).problem().own(); }
 
 }  // namespace switchyard

@@ -115,7 +115,7 @@ void Core::read_ids(const SlotView& given) {
   const auto top_k = static_cast<std::size_t>(spec().top_k);
   ids_.resize(given.size());
   for_each_id(
-      spec().num_experts, spec().top_k, given, id_rules(spec()),
+      spec().num_experts, spec().top_k, given, {}, id_rules(spec()),
       [&](std::size_t i, std::int32_t id) { ids_[i] = id; },
       [&](std::size_t i, std::int64_t id, bool twice) {
         calls_.note(ErrorCode::kInvalidArgument,

@@ -2,11 +2,15 @@
 
 #include <fmt/core.h>
 
+#include <algorithm>
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include "fabric/agreement.h"
+#include "fabric/collective.h"
 #include "fabric/hash.h"
+#include "layer/compute.h"
 
 namespace switchyard {
 
@@ -38,6 +42,22 @@ const char* name_of(CapacityRule rule) {
 }
 
 }  // namespace
+
+DType agree_on_compute(Fabric& fabric, const MoeWeights& weights, std::optional<DType> asked) {
+  constexpr std::int32_t kUnknown = -1;
+  const bool knows = asked || std::ranges::any_of(weights.experts, [](const FfnWeights& expert) {
+                       return !expert.up.empty();
+                     });
+  std::int32_t mine = kUnknown;
+  attempt_together(fabric, [&] {
+    if (knows) mine = static_cast<std::int32_t>(resolve_compute(weights, asked));
+  });
+  const std::vector<std::int32_t> all = gather(fabric, mine);
+  const auto known = std::ranges::find_if(all, [](std::int32_t type) { return type != kUnknown; });
+  // (Where no rank knows, all refuse.)
+  if (known == all.end()) return resolve_compute(weights, asked);
+  return mine == kUnknown ? static_cast<DType>(*known) : static_cast<DType>(mine);
+}
 
 std::uint64_t summary_of(const ExpertPlacement& placement) {
   if (placement.expert_at.empty()) return 0;

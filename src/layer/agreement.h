@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 
 #include "fabric/fabric.h"
@@ -29,6 +30,10 @@ std::uint64_t summary_of(const ExpertPlacement& placement);
 std::string table_of(std::uint64_t summary);
 // Collective. Like agree(), for placements only.
 void agree_on_placement(Fabric& fabric, const ExpertPlacement& mine);
+
+// Collective. As resolve_compute(); but a rank that was given no expert's weights takes the type of
+// the first rank that was.
+DType agree_on_compute(Fabric& fabric, const MoeWeights& weights, std::optional<DType> asked);
 
 // Collective. Throws Error{kSpecMismatch} naming the first rank and field that differ from this
 // rank's, with both values.

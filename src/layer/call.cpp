@@ -3,7 +3,6 @@
 #include <fmt/core.h>
 
 #include <cmath>
-#include <cstdlib>
 #include <string>
 #include <vector>
 
@@ -91,7 +90,7 @@ void check_activations(const LayerSpec& spec, int max_tokens, int rank, const Fo
     throw Error(ErrorCode::kInvalidArgument,
                 "activations and output must be non-null, with contiguous rows (col_stride 1)");
   }
-  if (x.rows > 1 && output.row_stride != 0 && std::abs(output.row_stride) < spec.hidden) {
+  if (x.rows > 1 && output.row_stride != 0 && is_short(output.row_stride, spec.hidden)) {
     throw Error(
         ErrorCode::kInvalidArgument,
         fmt::format("output rows are {} elements apart, but have {}; use a row_stride of at "
@@ -138,7 +137,8 @@ void check_logits(const LayerSpec& spec, const MoeWeights& weights, const Forwar
 void check_given_routing(const LayerSpec& spec, const ForwardInput& input, const IdRules& rules) {
   const auto top_k = static_cast<std::size_t>(spec.top_k);
   for_each_id(
-      spec.num_experts, spec.top_k, input.topk_ids, rules, [](std::size_t, std::int32_t) {},
+      spec.num_experts, spec.top_k, input.topk_ids, input.topk_weights, rules,
+      [](std::size_t, std::int32_t) {},
       [&](std::size_t i, std::int64_t id, bool twice) {
         throw Error(ErrorCode::kInvalidArgument,
                     twice ? named_twice_text(i / top_k, id)
@@ -283,7 +283,7 @@ std::int64_t read_routing(const LayerSpec& spec, const ForwardInput& input, cons
                           std::span<std::int32_t> ids, std::span<float> weights) {
   std::int64_t num_bad = 0;
   for_each_id(
-      spec.num_experts, spec.top_k, input.topk_ids, rules,
+      spec.num_experts, spec.top_k, input.topk_ids, input.topk_weights, rules,
       [&](std::size_t i, std::int32_t id) { ids[i] = id; },
       [&](std::size_t, std::int64_t, bool) { ++num_bad; });
   for (std::size_t i = 0; i < weights.size(); ++i) {

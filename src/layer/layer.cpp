@@ -7,6 +7,7 @@
 
 #include "base/limits.h"
 #include "base/posix.h"
+#include "fabric/collective.h"
 #include "fabric/fabric.h"
 #include "layer/compute.h"
 #include "layer/engine.h"
@@ -16,6 +17,8 @@
 
 namespace switchyard {
 namespace {
+
+constexpr const char* kName = "the layer";
 
 [[noreturn]] void refuse(const std::string& message) {
   throw Error(ErrorCode::kInvalidArgument, message);
@@ -139,25 +142,31 @@ std::shared_ptr<PassMemory> memory_for(const World& world, const LayerOptions& o
 std::unique_ptr<LayerEngine> make_engine(const World& world, const LayerSpec& spec,
                                          const MoeWeights& weights, LayerOptions options,
                                          const std::vector<std::shared_ptr<PassMemory>>* slots) {
-  check_options(options);
-  std::shared_ptr<PassMemory> memory = memory_for(world, options, slots);
-  options.deadline =
-      options.deadline.count() == 0 ? world.deadline() : checked_deadline(options.deadline);
-  switch (options.backend) {
-    case Backend::kCpu:
-      check_cpu_options(options);
-      return cpu::make_engine(world, spec, weights, options, std::move(memory));
-    case Backend::kCuda:
-      check_cuda_options(options);
-      require_wide_shared_expert(weights.shared);
-      options.cuda.device = gpu::choose_device(options);
-      if (world.fabric().proxy() != nullptr) {
-        return gpu::make_engine_over_hosts(world, spec, weights, options);
-      }
-      return gpu::make_engine(world, spec, weights, options, std::move(memory));
+  std::shared_ptr<PassMemory> memory;
+  // Other ranks' options may be good, and these ranks would wait for this one.
+  attempt_together(world.fabric(), [&] {
+    check_options(options);
+    memory = memory_for(world, options, slots);
+    options.deadline =
+        options.deadline.count() == 0 ? world.deadline() : checked_deadline(options.deadline);
+    switch (options.backend) {
+      case Backend::kCpu: return check_cpu_options(options);
+      case Backend::kCuda:
+        check_cuda_options(options);
+        require_wide_shared_expert(weights.shared);
+        options.cuda.device = gpu::choose_device(options);
+        return;
+    }
+    refuse(fmt::format("backend is {}; use Backend::kCpu or Backend::kCuda",
+                       static_cast<int>(options.backend)));
+  });
+  if (options.backend == Backend::kCpu) {
+    return cpu::make_engine(world, spec, weights, options, std::move(memory));
   }
-  refuse(fmt::format("backend is {}; use Backend::kCpu or Backend::kCuda",
-                     static_cast<int>(options.backend)));
+  if (world.fabric().proxy() != nullptr) {
+    return gpu::make_engine_over_hosts(world, spec, weights, options);
+  }
+  return gpu::make_engine(world, spec, weights, options, std::move(memory));
 }
 
 // Weights may just have been copied from a mapped file that became shorter meanwhile.
@@ -188,10 +197,7 @@ MoeLayer& MoeLayer::operator=(MoeLayer&& other) noexcept {
   return *this;
 }
 
-LayerEngine& MoeLayer::engine() const {
-  engine_->origin.require_here("the layer");
-  return *engine_;
-}
+LayerEngine& MoeLayer::engine() const { return held_here(engine_, kName); }
 
 void MoeLayer::forward(const ForwardInput& input, const ForwardOutput& output) {
   engine().forward(input, output);
@@ -220,10 +226,10 @@ PassTrace MoeLayer::trace() const {
   }
   return engine().trace();
 }
-const LayerSpec& MoeLayer::spec() const { return engine_->spec(); }
-Backend MoeLayer::backend() const { return engine_->backend(); }
-DType MoeLayer::compute() const { return engine_->compute(); }
-int MoeLayer::num_threads() const { return engine_->num_threads(); }
-std::uint64_t MoeLayer::workspace_bytes() const { return engine_->workspace_bytes(); }
+const LayerSpec& MoeLayer::spec() const { return held(engine_, kName).spec(); }
+Backend MoeLayer::backend() const { return held(engine_, kName).backend(); }
+DType MoeLayer::compute() const { return held(engine_, kName).compute(); }
+int MoeLayer::num_threads() const { return held(engine_, kName).num_threads(); }
+std::uint64_t MoeLayer::workspace_bytes() const { return held(engine_, kName).workspace_bytes(); }
 
 }  // namespace switchyard

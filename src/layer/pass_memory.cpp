@@ -40,10 +40,13 @@ void throw_given_up() {
 void throw_no_room(std::uint64_t needed, std::uint64_t there) {
   throw Error(
       ErrorCode::kInvalidArgument,
-      fmt::format("the layer does not fit into the memory that it is given: it needs {} "
-                  "bytes, laid out for its sizes, of {}; make the workspace for the largest "
-                  "layer, max_tokens, num_threads and compute type",
-                  needed, there));
+      fmt::format(
+          "the layer does not fit into the memory that it is given{}; make the workspace for "
+          "the largest layer (its experts and their places, too), max_tokens, num_threads "
+          "and compute type",
+          needed > there
+              ? fmt::format(": it needs {} bytes, laid out for its sizes, of {}", needed, there)
+              : ", which is laid out for other sizes"));
 }
 
 }  // namespace switchyard

@@ -1,5 +1,6 @@
 #include "layer/shared_beside.h"
 
+#include <algorithm>
 #include <utility>
 
 #include "fabric/collective.h"
@@ -23,16 +24,21 @@ MoeWeights without_shared(MoeWeights weights) {
   return weights;
 }
 
-// The sigmoid of a gate's logit is the weight of the only expert.
+// The rows of the routed expert that a layer must have. No token goes to it.
+int idle_rows(const LayerSpec& spec) { return std::min(128, spec.shared_intermediate); }
 LayerSpec spec_of_shared(const LayerSpec& spec) {
-  LayerSpec shared = spec_of_networks(spec, 1, spec.shared_intermediate, false);
-  if (spec.shared_sigmoid_gate) shared.routing.score = ScoreFunction::kSigmoid;
+  LayerSpec shared = spec_of_networks(spec, 1, idle_rows(spec), false);
+  shared.shared_intermediate = spec.shared_intermediate;
+  shared.shared_sigmoid_gate = spec.shared_sigmoid_gate;
   return shared;
 }
-MoeWeights weights_of_shared(const MoeWeights& all) {
+MoeWeights weights_of_shared(const LayerSpec& spec, const MoeWeights& all) {
   MoeWeights shared = only_shared(all);
-  const VectorView& gate = all.shared_gate;
-  if (!gate.empty()) shared.router = {gate.data, gate.dtype, 1, gate.size, gate.size, gate.stride};
+  FfnWeights& idle = shared.experts[0];
+  if (!idle.gate.empty()) idle.gate.rows = idle_rows(spec);
+  idle.up.rows = idle.down.cols = idle_rows(spec);
+  shared.shared = all.shared;
+  shared.shared_gate = all.shared_gate;
   return shared;
 }
 
@@ -47,7 +53,7 @@ class SharedBeside final : public LayerEngine {
  public:
   SharedBeside(const World& world, const LayerSpec& spec, const MoeWeights& weights,
                const LayerOptions& options, std::shared_ptr<PassMemory> memory,
-               const EngineMaker& make, const std::function<OnlyExpert()>& only)
+               const EngineMaker& make, const std::function<NoRouting()>& no_routing)
       : world_(world), spec_(spec), options_(options) {
     attempt_together(world_.fabric(), [&] {
       require_fit(weights, options_.placement);
@@ -68,8 +74,9 @@ class SharedBeside final : public LayerEngine {
       alone.cuda = options_.cuda;
       alone.compute = compute_;
       alone.deadline = options_.deadline;
-      shared_ = make(alone_, spec_of_shared(spec_), weights_of_shared(weights), alone, nullptr);
-      if (!spec_.shared_sigmoid_gate) only_ = only();
+      shared_ =
+          make(alone_, spec_of_shared(spec_), weights_of_shared(spec_, weights), alone, nullptr);
+      nobody_ = no_routing();
     });
     keep(weights);
   }
@@ -77,14 +84,15 @@ class SharedBeside final : public LayerEngine {
   void forward(const ForwardInput& input, const ForwardOutput& output) override {
     // Before anything is sent; neither layer knows what the other's part of the call needs.
     check_call(spec_, weights_, options_.max_tokens, world_.rank(), input, output, compute_);
-    routed_->forward(input, output);
+    ForwardInput of_routed = input;
+    of_routed.max_tokens_per_rank = 0;  // of no use to layers with a shared expert
+    routed_->forward(of_routed, output);
     const auto tokens = static_cast<std::size_t>(input.activations.rows);
     if (tokens == 0) return;
-    ForwardInput beside{.activations = input.activations, .stream = input.stream};
-    if (!spec_.shared_sigmoid_gate) {
-      beside.topk_ids = {only_.ids.get(), DType::kI32, tokens};
-      beside.topk_weights = {only_.weights.get(), DType::kF32, tokens};
-    }
+    const ForwardInput beside{.activations = input.activations,
+                              .topk_ids = {nobody_.ids.get(), DType::kI32, tokens},
+                              .topk_weights = {nobody_.weights.get(), DType::kF32, tokens},
+                              .stream = input.stream};
     shared_->forward(beside, {.data = output.data,
                               .dtype = output.dtype,
                               .row_stride = output.row_stride,
@@ -112,7 +120,7 @@ class SharedBeside final : public LayerEngine {
     }
     routed_->rebind(without_shared(weights), placement);
     if (placement != nullptr) options_.placement = *placement;
-    shared_->rebind(weights_of_shared(weights), nullptr);
+    shared_->rebind(weights_of_shared(spec_, weights), nullptr);
     keep(weights);
   }
   const ForwardStats& stats() override { return routed_->stats(); }
@@ -147,7 +155,7 @@ class SharedBeside final : public LayerEngine {
   DType compute_{};
   MoeWeights weights_;
   World alone_ = World::single({.deadline = options_.deadline});
-  OnlyExpert only_;
+  NoRouting nobody_;
   std::unique_ptr<LayerEngine> routed_, shared_;
 };
 
@@ -176,9 +184,9 @@ std::unique_ptr<LayerEngine> make_shared_beside(const World& world, const LayerS
                                                 const LayerOptions& options,
                                                 std::shared_ptr<PassMemory> memory,
                                                 const EngineMaker& make,
-                                                const std::function<OnlyExpert()>& only) {
+                                                const std::function<NoRouting()>& no_routing) {
   return std::make_unique<SharedBeside>(world, spec, weights, options, std::move(memory), make,
-                                        only);
+                                        no_routing);
 }
 
 }  // namespace switchyard

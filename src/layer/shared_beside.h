@@ -1,5 +1,5 @@
-// A layer whose shared expert is a layer of its own, of one expert and one rank, beside that of the
-// routed experts: for engines that multiply all experts of a layer in one type.
+// A layer whose shared expert is a layer of its own, of one rank, beside that of the routed
+// experts: for engines that multiply all experts of a layer in one type.
 #pragma once
 
 #include <functional>
@@ -14,9 +14,8 @@ LayerSpec spec_of_networks(const LayerSpec& spec, int networks, int intermediate
 // A layer's shared expert as the only one of another layer.
 MoeWeights only_shared(const MoeWeights& all);
 
-// The routing of tokens to the only expert there is, ids 0 and weights 1, where the engine reads
-// it.
-struct OnlyExpert {
+// The routing of tokens to no expert, ids of kNoExpert and weights, where the engine reads it.
+struct NoRouting {
   std::shared_ptr<const void> ids, weights;  // [max_tokens], i32 and f32
 };
 
@@ -25,12 +24,12 @@ using EngineMaker =
                                                const LayerOptions&, std::shared_ptr<PassMemory>)>;
 
 // Makes both layers with `make`, and is called as it is. The layer of the shared expert has memory
-// of its own. `only` is called where no gate weighs the shared expert.
+// of its own.
 std::unique_ptr<LayerEngine> make_shared_beside(const World& world, const LayerSpec& spec,
                                                 const MoeWeights& weights,
                                                 const LayerOptions& options,
                                                 std::shared_ptr<PassMemory> memory,
                                                 const EngineMaker& make,
-                                                const std::function<OnlyExpert()>& only);
+                                                const std::function<NoRouting()>& no_routing);
 
 }  // namespace switchyard

@@ -16,6 +16,8 @@
 namespace switchyard {
 namespace {
 
+constexpr const char* kName = "the workspace";
+
 constexpr int kMostSlots = 16;
 
 [[noreturn]] void refuse(const std::string& message) {
@@ -81,26 +83,27 @@ Workspace::Workspace(Workspace&&) noexcept = default;
 Workspace& Workspace::operator=(Workspace&&) noexcept = default;
 
 std::uint64_t Workspace::bytes() const {
-  return std::accumulate(state_->slots.begin(), state_->slots.end(), std::uint64_t{0},
+  const auto& slots = held(state_, kName).slots;
+  return std::accumulate(slots.begin(), slots.end(), std::uint64_t{0},
                          [](std::uint64_t sum, const auto& slot) { return sum + slot->bytes(); });
 }
-int Workspace::slots() const { return static_cast<int>(state_->slots.size()); }
-Backend Workspace::backend() const { return state_->options.backend; }
+int Workspace::slots() const { return static_cast<int>(held(state_, kName).slots.size()); }
+Backend Workspace::backend() const { return held(state_, kName).options.backend; }
 bool Workspace::released() const {
-  return std::ranges::any_of(state_->slots, [](const auto& slot) { return slot->released(); });
+  return std::ranges::any_of(held(state_, kName).slots,
+                             [](const auto& slot) { return slot->released(); });
 }
 
 void Workspace::release() {
-  state_->origin.require_here("the workspace");
-  attempt_together(state_->slots.front()->world().fabric(), [&] {
-    for (const auto& slot : state_->slots) slot->end_passes();
+  const State& state = held_here(state_, kName);
+  attempt_together(state.slots.front()->world().fabric(), [&] {
+    for (const auto& slot : state.slots) slot->end_passes();
   });
-  for (const auto& slot : state_->slots) slot->release();
+  for (const auto& slot : state.slots) slot->release();
 }
 
 void Workspace::restore() {
-  state_->origin.require_here("the workspace");
-  for (const auto& slot : state_->slots) slot->restore();
+  for (const auto& slot : held_here(state_, kName).slots) slot->restore();
 }
 
 }  // namespace switchyard

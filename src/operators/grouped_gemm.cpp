@@ -4,7 +4,6 @@
 #include <fmt/core.h>
 
 #include <algorithm>
-#include <cstdlib>
 #include <string>
 
 #include "base/limits.h"
@@ -23,6 +22,8 @@
 
 namespace switchyard {
 namespace {
+
+constexpr const char* kName = "the operator";
 
 // The limit of layers, low enough that products of sizes fit in 64 bits.
 constexpr int kMostColumns = 1 << 23;
@@ -190,7 +191,7 @@ void check_input(const GroupedGemmSpec& spec, DType compute, const GroupedInput&
 }
 
 void check_stride(const char* name, std::int64_t stride, int columns) {
-  if (stride == 0 || std::abs(stride) >= columns) return;
+  if (stride == 0 || !is_short(stride, columns)) return;
   refuse(
       fmt::format("{} is {} elements, but a row has {}; use at least that, or 0 for rows one "
                   "behind the other",
@@ -397,35 +398,39 @@ GroupedGemm& GroupedGemm::operator=(GroupedGemm&& other) noexcept {
 }
 
 void GroupedGemm::refresh(void* stream) {
-  engine_->origin.require_here("the operator");
-  if (engine_->gpu != nullptr) return engine_->gpu->refresh(stream);
+  const Engine& engine = held_here(engine_, kName);
+  if (engine.gpu != nullptr) return engine.gpu->refresh(stream);
   require_no_stream(stream);
 }
-bool GroupedGemm::copies() const { return engine_->gpu != nullptr && engine_->gpu->copies(); }
+bool GroupedGemm::copies() const {
+  const Engine& engine = held(engine_, kName);
+  return engine.gpu != nullptr && engine.gpu->copies();
+}
 
 void GroupedGemm::run(const GroupedInput& input, const GroupedOutput& output) {
-  engine_->origin.require_here("the operator");
-  check_input(engine_->spec, engine_->compute, input);
-  check_output(engine_->spec, output);
-  if (engine_->gpu != nullptr) {
+  const Engine& engine = held_here(engine_, kName);
+  check_input(engine.spec, engine.compute, input);
+  check_output(engine.spec, output);
+  if (engine.gpu != nullptr) {
     // The host does not know how many rows there are.
-    require_memory_apart(engine_->spec, input, output, 1);
-    return engine_->gpu->run(input, output);
+    require_memory_apart(engine.spec, input, output, 1);
+    return engine.gpu->run(input, output);
   }
   require_no_stream(input.stream);
   if (output.chosen != nullptr) {
     refuse("`chosen` is given, but the operator's backend is cpu, which chooses nothing; leave it");
   }
-  const std::vector<std::int64_t> ends = check_rows(engine_->options, input, output);
-  require_memory_apart(engine_->spec, input, output, end_of_rows(output.layout, ends));
-  engine_->cpu->run(input, output, ends);
+  const std::vector<std::int64_t> ends = check_rows(engine.options, input, output);
+  require_memory_apart(engine.spec, input, output, end_of_rows(output.layout, ends));
+  engine.cpu->run(input, output, ends);
 }
 
-const GroupedGemmSpec& GroupedGemm::spec() const { return engine_->spec; }
-Backend GroupedGemm::backend() const { return engine_->options.backend; }
-DType GroupedGemm::compute() const { return engine_->compute; }
+const GroupedGemmSpec& GroupedGemm::spec() const { return held(engine_, kName).spec; }
+Backend GroupedGemm::backend() const { return held(engine_, kName).options.backend; }
+DType GroupedGemm::compute() const { return held(engine_, kName).compute; }
 int GroupedGemm::num_threads() const {
-  return engine_->cpu == nullptr ? 0 : engine_->cpu->num_threads();
+  const Engine& engine = held(engine_, kName);
+  return engine.cpu == nullptr ? 0 : engine.cpu->num_threads();
 }
 
 }  // namespace switchyard

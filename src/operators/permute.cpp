@@ -2,7 +2,6 @@
 #include <fmt/core.h>
 
 #include <cmath>
-#include <cstdlib>
 
 #include "base/convert.h"
 #include "base/limits.h"
@@ -85,7 +84,7 @@ void check_unpermute(const MatrixView& rows, const SlotView& positions, const Sl
   if (!out.topk_ids.empty() || !out.topk_weights.empty()) {
     refuse("the output has topk_ids or topk_weights, but nothing is routed here; leave them empty");
   }
-  if (out.row_stride != 0 && std::abs(out.row_stride) < rows.cols) {
+  if (out.row_stride != 0 && is_short(out.row_stride, rows.cols)) {
     refuse(
         fmt::format("output rows are {} elements apart, but have {}; use a row_stride of at least "
                     "that, or 0 for rows one behind the other",

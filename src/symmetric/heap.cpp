@@ -27,6 +27,8 @@
 namespace switchyard {
 namespace {
 
+constexpr const char* kName = "the symmetric heap";
+
 static_assert(PeerControl::kCalledOff == protocol::kCalledOff && kMaxPeers == protocol::kMaxRanks);
 static_assert(SymmetricHeap::kMostAlignment <= PeerControl::kBytes,
               "memory behind the control is as aligned as the control");
@@ -204,10 +206,7 @@ SymmetricHeap& SymmetricHeap::operator=(SymmetricHeap&& other) noexcept {
   return *this;
 }
 
-SymmetricHeap::State& SymmetricHeap::state() const {
-  state_->origin.require_here("the symmetric heap");
-  return *state_;
-}
+SymmetricHeap::State& SymmetricHeap::state() const { return held_here(state_, kName); }
 
 void* SymmetricHeap::allocate(std::size_t bytes, std::size_t alignment) {
   if (!std::has_single_bit(alignment) || alignment > kMostAlignment) {
@@ -313,9 +312,9 @@ SymmetricHeapStats SymmetricHeap::stats() const {
           blocks.count(),
           state().calls.summary().count};
 }
-std::size_t SymmetricHeap::bytes() const { return state_->bytes; }
-Backend SymmetricHeap::backend() const { return state_->backend; }
-int SymmetricHeap::device() const { return state_->memory->device(); }
-const World& SymmetricHeap::world() const { return state_->world; }
+std::size_t SymmetricHeap::bytes() const { return held(state_, kName).bytes; }
+Backend SymmetricHeap::backend() const { return held(state_, kName).backend; }
+int SymmetricHeap::device() const { return held(state_, kName).memory->device(); }
+const World& SymmetricHeap::world() const { return held(state_, kName).world; }
 
 }  // namespace switchyard

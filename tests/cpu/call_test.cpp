@@ -104,6 +104,17 @@ TEST_P(Calls, BadIdsAreSkippedAndCountedWhereAsked) {
   EXPECT_EQ(bad_slots(run(routing.bad, options)), routing.count - 2);
 }
 
+TEST_P(Calls, IdleSlotsMayNameAnExpertOnceMore) {
+  const IdleSlots slots(batch_, kTopK);
+  for (const BadIds rule : {BadIds::kRaise, BadIds::kSkip}) {
+    const BatchResult expected = run(slots.without, {.bad_ids = rule});
+    const BatchResult result = run(slots.given, {.bad_ids = rule});
+    EXPECT_EQ(result.ids, slots.without.topk_ids);
+    EXPECT_TRUE(result.output == expected.output);
+    EXPECT_EQ(result.stats[0].bad_slots, 0);
+  }
+}
+
 TEST_P(Calls, IdsThatNoI32HoldsAreBad) {
   std::vector<std::int64_t> wide(batch_.topk_ids.begin(), batch_.topk_ids.end());
   wide[6] = (std::int64_t{1} << 32) + 3;  // whose lower half is an expert's

@@ -196,6 +196,70 @@ TEST(Capacity, DropsAreCountedAndContributeNothing) {
   EXPECT_GT(half.stats[0].dropped_slots, dropped_by_slots);
 }
 
+// A rank that refuses what it was given tells the others, which would wait for it.
+TEST(MakingALayer, EndsOnAllRanksWhereOneRefuses) {
+  const LayerSpec spec = plain_spec(6, 2);
+  const MoeWeights weights = make_weights(spec, DType::kBF16);
+  const auto refused = [&](ErrorCode code, const char* part, const auto& change) {
+    const auto begin = std::chrono::steady_clock::now();
+    expect_thrown(run_ranks(World::threads(3),
+                            [&](const World& world) {
+                              LayerSpec its = spec;
+                              MoeWeights mine = weights_of_rank(weights, world.rank(), 3);
+                              LayerOptions options;
+                              if (world.rank() == 1) change(its, mine, options);
+                              MoeLayer(world, its, mine, options);
+                            }),
+                  code, part);
+    EXPECT_LT(std::chrono::steady_clock::now() - begin, World::threads(1)[0].deadline() / 2);
+  };
+  refused(ErrorCode::kInvalidArgument, "num_threads is -1",
+          [](LayerSpec&, MoeWeights&, LayerOptions& o) { o.cpu.num_threads = -1; });
+  refused(ErrorCode::kInvalidArgument, "top_k is 9",
+          [](LayerSpec& s, MoeWeights&, LayerOptions&) { s.top_k = 9; });
+  refused(ErrorCode::kShapeMismatch, "experts[2].down",
+          [](LayerSpec&, MoeWeights& w, LayerOptions&) { w.experts[2].down.rows = 3; });
+  refused(ErrorCode::kInvalidArgument, "compute type f16",
+          [](LayerSpec&, MoeWeights&, LayerOptions& o) { o.compute = DType::kF16; });
+}
+
+TEST(MakingALayer, RanksWithoutExpertsComputeInTheTypeOfTheOthers) {
+  const LayerSpec spec = plain_spec(2, 1);
+  for (const DType dtype : {DType::kBF16, DType::kF32, DType::kF8E4M3}) {
+    const MoeWeights w = make_weights(spec, dtype), other = make_weights(spec, dtype, 77);
+    const Batch batch = random_batch(spec, 20, DType::kBF16, 5);
+    const Shares shares = Shares::even(20, 4);
+    BatchResult result = empty_result(spec, batch, 4, DType::kF32), expected = result;
+    const auto own = [&](const MoeWeights& all, const World& world) {
+      MoeWeights mine = all;
+      const ExpertRange range = own_experts(2, world.rank(), 4);
+      for (int e = 0; e < 2; ++e) {
+        if (e < range.begin || e >= range.end) mine.experts[static_cast<std::size_t>(e)] = {};
+      }
+      return mine;
+    };
+    run_all_ranks(World::threads(4), [&](const World& world) {
+      MoeLayer layer(world, spec, own(other, world));
+      MoeLayer told(world, spec, own(w, world), {.compute = layer.compute()});
+      layer.rebind(own(w, world));
+      forward_share(layer, batch, shares, world.rank(), result);
+      forward_share(told, batch, shares, world.rank(), expected);
+    });
+    EXPECT_TRUE(result.output == expected.output) << to_string(dtype);
+  }
+}
+
+TEST(MakingALayer, HandlesThatWereMovedFromSaySo) {
+  const LayerSpec spec = plain_spec(2, 1);
+  MoeLayer layer(World::single(), spec, make_weights(spec, DType::kBF16));
+  const MoeLayer taken = std::move(layer);
+  EXPECT_EQ(taken.spec(), spec);
+  const char* const words = "the layer was moved out of this variable";
+  EXPECT_ERROR(layer.spec(), kInvalidArgument, words);
+  EXPECT_ERROR(layer.check(), kInvalidArgument, words);
+  EXPECT_ERROR(layer.forward({}, {}), kInvalidArgument, words);
+}
+
 TEST(Capacity, RulesRoundUp) {
   LayerSpec spec = plain_spec(8, 3);
   EXPECT_EQ(expert_capacity(spec, 100), kNoCapacity);
@@ -208,6 +272,19 @@ TEST(Capacity, RulesRoundUp) {
   EXPECT_EQ(expert_capacity(spec, 0), 0u);
   spec.capacity_factor = 1e30f;
   EXPECT_EQ(expert_capacity(spec, 100), kNoCapacity);
+}
+
+// Most decimals have no float of their own value, and half of those that stand for them are larger.
+TEST(Capacity, IsThatOfTheFactorsDecimals) {
+  LayerSpec spec = plain_spec(10, 1);
+  for (int tenths = 1; tenths <= 40; ++tenths) {
+    for (const int share : {10, 30, 70, 1000}) {
+      spec.capacity_factor = static_cast<float>(tenths) / 10;
+      EXPECT_EQ(expert_capacity(spec, 10 * share), static_cast<std::uint32_t>(tenths * share / 10));
+    }
+  }
+  spec.capacity_factor = 1.21f;
+  EXPECT_EQ(expert_capacity(spec, 100), 13u);
 }
 
 TEST(Types, Fp16Fp8AndMixedTypes) {

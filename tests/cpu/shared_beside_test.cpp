@@ -6,6 +6,8 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <cmath>
+#include <utility>
 #include <vector>
 
 #include "model/errors.h"
@@ -21,9 +23,9 @@ using ::testing::HasSubstr;
 
 constexpr int kMaxTokens = 64;
 
-OnlyExpert only_expert() {
-  const auto ids = std::make_shared<std::vector<std::int32_t>>(kMaxTokens, 0);
-  const auto weights = std::make_shared<std::vector<float>>(kMaxTokens, 1.0f);
+NoRouting no_routing() {
+  const auto ids = std::make_shared<std::vector<std::int32_t>>(kMaxTokens, kNoExpert);
+  const auto weights = std::make_shared<std::vector<float>>(kMaxTokens);
   return {{ids, ids->data()}, {weights, weights->data()}};
 }
 
@@ -37,7 +39,7 @@ std::unique_ptr<LayerEngine> beside(const World& world, const LayerSpec& spec,
                                     const MoeWeights& weights,
                                     std::optional<DType> compute = std::nullopt) {
   return make_shared_beside(world, spec, weights, options_of(world, compute), nullptr,
-                            cpu::make_engine, only_expert);
+                            cpu::make_engine, no_routing);
 }
 
 struct Kind {
@@ -89,6 +91,33 @@ TEST_P(SharedBeside, IsAsGoodAsOneLayer) {
     EXPECT_EQ(result.weights, expected.weights);
     EXPECT_EQ(result.stats[0].tokens_per_expert, expected.stats[0].tokens_per_expert);
     if (tokens > 0) expect_right(batch, result);
+  }
+}
+
+// A number that is none spoils its token and no other, whether gates see it or not.
+TEST_P(SharedBeside, NumbersThatAreNoneAreSeen) {
+  const World world = World::single();
+  const auto engine = beside(world, spec_, weights_, GetParam().compute);
+  MoeLayer whole(world, spec_, weights_, {.max_tokens = kMaxTokens, .compute = GetParam().compute});
+  for (const bool given : {false, true}) {
+    Batch batch = random_batch(spec_, 8, DType::kBF16, 7);
+    for (const auto& [row, value] : {std::pair{1, std::nanf("")}, {4, HUGE_VALF}}) {
+      batch.x.set(row * spec_.hidden + 5, value);
+    }
+    if (given) {
+      batch.topk_ids.assign(std::size_t{8} * 2, kNoExpert);
+      batch.topk_weights.assign(std::size_t{8} * 2, 0);
+    }
+    BatchResult result = empty_result(spec_, batch, 1, DType::kBF16), expected = result;
+    forward_share(*engine, batch, Shares::even(8, 1), 0, result);
+    forward_share(whole, batch, Shares::even(8, 1), 0, expected);
+    for (std::int64_t row = 0; row < 8; ++row) {
+      const auto is_none = [&](const BatchResult& of) {
+        return std::isnan(of.output.get(row * spec_.hidden));
+      };
+      EXPECT_EQ(is_none(result), is_none(expected)) << "row " << row << given;
+      EXPECT_EQ(is_none(result), row == 1 || row == 4) << "row " << row << given;
+    }
   }
 }
 

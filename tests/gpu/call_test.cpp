@@ -77,6 +77,17 @@ TEST_P(GpuCalls, BadIdsAreSkippedAndCountedWhereAsked) {
   layer.layer().check();
 }
 
+TEST_P(GpuCalls, IdleSlotsMayNameAnExpertOnceMore) {
+  const IdleSlots slots(batch_, kTopK);
+  DeviceLayer layer(spec_, weights_, tokens_);
+  const BatchResult expected = layer.run(slots.without, DType::kBF16);
+  const BatchResult result = layer.run(slots.given, DType::kBF16);
+  EXPECT_EQ(result.ids, slots.without.topk_ids);
+  EXPECT_TRUE(result.output == expected.output);
+  EXPECT_EQ(result.stats[0].bad_slots, 0);
+  layer.layer().check();
+}
+
 TEST_P(GpuCalls, IdsThatNoI32HoldsAreBad) {
   std::vector<std::int64_t> wide(batch_.topk_ids.begin(), batch_.topk_ids.end());
   wide[6] = (std::int64_t{1} << 32) + 3;  // whose lower half is an expert's

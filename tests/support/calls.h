@@ -61,6 +61,28 @@ struct BadRouting {
   std::int64_t count = 0;
 };
 
+// Routing as routers with experts that do nothing write it: such a slot has the weight 0 and an
+// expert that other slots of the token name, too, before it and behind it.
+struct IdleSlots {
+  IdleSlots(const Batch& batch, int top_k) : given(batch), without(batch) {
+    const auto k = static_cast<std::size_t>(top_k);
+    for (std::size_t t = 0; t < static_cast<std::size_t>(batch.x.rows()); ++t) {
+      const std::size_t idle = t * k + t % k, named = t * k + (t / k + t % k + 1) % k;
+      if (idle == named) continue;
+      given.topk_ids[idle] = given.topk_ids[named];
+      given.topk_weights[idle] = t % 3 == 0 ? -0.0f : 0.0f;
+      without.topk_ids[idle] = kNoExpert;
+    }
+    // Of slots that all weigh nothing the first is the expert's.
+    std::fill_n(given.topk_ids.begin(), k, 3);
+    std::fill_n(given.topk_weights.begin(), k, 0.0f);
+    std::fill_n(without.topk_ids.begin(), k, kNoExpert);
+    without.topk_ids[0] = 3;
+    without.topk_weights[0] = 0;
+  }
+  Batch given, without;
+};
+
 // Routing by sigmoid over groups of experts.
 inline LayerSpec grouped_routing(LayerSpec spec) {
   spec.routing.score = ScoreFunction::kSigmoid;

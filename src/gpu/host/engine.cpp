@@ -6,7 +6,6 @@
 
 #include <algorithm>
 #include <array>
-#include <bit>
 #include <cmath>
 #include <cstring>
 #include <new>
@@ -69,6 +68,14 @@ KernelEntry choose_kernel(const World& world, const LayerSpec& spec, const MoeWe
   }
   const DType type = rounds ? DType::kBF16 : compute;
   return find_kernel(spec.activation, type, type, options.diagnostics.trace);
+}
+
+// What other ranks were given may be good, and these ranks would wait for this one.
+KernelEntry choose_kernel_together(const World& world, const LayerSpec& spec,
+                                   const MoeWeights& weights, const LayerOptions& options) {
+  KernelEntry kernel{};
+  attempt_together(world.fabric(), [&] { kernel = choose_kernel(world, spec, weights, options); });
+  return kernel;
 }
 
 class Engine final : public LayerEngine {
@@ -172,7 +179,7 @@ Engine::Engine(const World& world, const LayerSpec& spec, const MoeWeights& weig
       weights_(weights),
       options_(options),
       device_(options.cuda.device),
-      kernel_(choose_kernel(world, spec, weights, options)),
+      kernel_(choose_kernel_together(world, spec, weights, options)),
       memory_(std::move(memory)) {
   if (world.size() > kMaxDeviceRanks) {
     unsupported(fmt::format("the world has {} ranks; the GPU engine runs on up to {}", world.size(),
@@ -756,16 +763,16 @@ std::unique_ptr<LayerEngine> make_fused(const World& world, const LayerSpec& spe
                                   std::static_pointer_cast<PassMemory>(std::move(memory)));
 }
 
-// The routing of so many tokens to the first expert.
-OnlyExpert only_expert(int device, int tokens) {
+// The routing of so many tokens to nobody.
+NoRouting no_routing(int device, int tokens) {
   const DeviceScope scope(device);
-  const auto repeated = [&](std::uint32_t word) {
-    const std::vector<std::uint32_t> words(static_cast<std::size_t>(tokens), word);
+  const auto repeated = [&](std::int32_t word) {
+    const std::vector<std::int32_t> words(static_cast<std::size_t>(tokens), word);
     const auto buffer = std::make_shared<DeviceBuffer>(words.size() * sizeof(word));
     buffer->upload(words.data(), buffer->bytes());
     return std::shared_ptr<const void>(buffer, buffer->data());
   };
-  return {repeated(0), repeated(std::bit_cast<std::uint32_t>(1.0f))};
+  return {repeated(kNoExpert), repeated(0)};
 }
 
 }  // namespace
@@ -781,7 +788,7 @@ std::unique_ptr<LayerEngine> make_engine(const World& world, const LayerSpec& sp
   }
   // A kernel multiplies experts of one type.
   return make_shared_beside(world, spec, weights, options, std::move(memory), make_fused, [&] {
-    return only_expert(options.cuda.device, std::max(1, options.max_tokens));
+    return no_routing(options.cuda.device, std::max(1, options.max_tokens));
   });
 }
 

@@ -92,12 +92,12 @@ struct Few {
       if (p.large_ids_are_none && outcome.id >= num_routed) outcome.id = -1;
     }
     const bool outside = outcome.id < -1 || outcome.id >= num_routed;
-    const std::uint32_t same = __match_any_sync(~0u, outcome.id);
-    if (outside || (outcome.id >= 0 && (same & ((1u << lane) - 1)) != 0)) {
+    const RepeatedSlot repeated(outcome.id, outcome.weight);
+    if (outside || repeated.bad) {
       outcome.bad_id =
           BadId{outside ? BadId::Kind::kExpert : BadId::Kind::kDuplicate, token, outcome.id}.pack();
-      outcome.id = -1;
     }
+    if (outside || repeated.bad || repeated.idle) outcome.id = -1;
     return outcome;
   }
   __device__ void store_y(std::uint32_t token, std::uint32_t column, float sum) const {

@@ -140,6 +140,20 @@ __device__ __forceinline__ float given_weight(const RouteCall& call, std::size_t
   return __uint_as_float(code << 16);
 }
 
+// Whether another lane's slot of the token names the expert of this lane's, too. See for_each_id():
+// a slot that weighs nothing is then none, and a later one that weighs something is bad.
+struct RepeatedSlot {
+  bool bad = false, idle = false;
+
+  __device__ RepeatedSlot(std::int32_t id, float weight) {
+    const std::uint32_t before = (1u << threadIdx.x % 32) - 1;
+    const std::uint32_t same = __match_any_sync(~0u, id), weighed = __ballot_sync(~0u, weight != 0);
+    if (id < 0) return;
+    bad = weight != 0 && (same & weighed & before) != 0;
+    idle = weight == 0 && ((same & weighed) | (same & before)) != 0;
+  }
+};
+
 template <typename P>
 __device__ __forceinline__ GateOutcome given_token(const Routing<P>& routing, std::uint32_t token) {
   const std::uint32_t lane = threadIdx.x % 32;
@@ -152,12 +166,12 @@ __device__ __forceinline__ GateOutcome given_token(const Routing<P>& routing, st
   }
   const bool outside = outcome.id < -1 || outcome.id >= routing.router.num_routed;
   // An expert has at most one row of each token. If a token named it twice, it would have more.
-  const std::uint32_t same = __match_any_sync(~0u, outcome.id);
-  if (outside || (outcome.id >= 0 && (same & ((1u << lane) - 1)) != 0)) {
+  const RepeatedSlot repeated(outcome.id, outcome.weight);
+  if (outside || repeated.bad) {
     outcome.bad_id =
         BadId{outside ? BadId::Kind::kExpert : BadId::Kind::kDuplicate, token, outcome.id}.pack();
-    outcome.id = -1;
   }
+  if (outside || repeated.bad || repeated.idle) outcome.id = -1;
   return outcome;
 }
 
