@@ -234,7 +234,7 @@ class Engine final : public LayerEngine {
 Engine::Engine(const World& world, const LayerSpec& spec, const MoeWeights& weights,
                const LayerOptions& options, std::shared_ptr<PassMemory> memory)
     : world_(world), options_(options), memory_(std::move(memory)) {
-  // What other ranks were given may be good, and these ranks would wait for this one.
+  // Other ranks may have no reason to refuse, and would wait for this one.
   attempt_together(world.fabric(), [&] {
     validate(spec);
     layer_.spec = spec;

@@ -73,7 +73,7 @@ struct IdleSlots {
       given.topk_weights[idle] = t % 3 == 0 ? -0.0f : 0.0f;
       without.topk_ids[idle] = kNoExpert;
     }
-    // Of slots that all weigh nothing the first is the expert's.
+    // The first of slots that all weigh nothing is the expert's.
     std::fill_n(given.topk_ids.begin(), k, 3);
     std::fill_n(given.topk_weights.begin(), k, 0.0f);
     std::fill_n(without.topk_ids.begin(), k, kNoExpert);

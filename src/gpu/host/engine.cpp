@@ -70,7 +70,8 @@ KernelEntry choose_kernel(const World& world, const LayerSpec& spec, const MoeWe
   return find_kernel(spec.activation, type, type, options.diagnostics.trace);
 }
 
-// What other ranks were given may be good, and these ranks would wait for this one.
+// Chooses it on all ranks or none: others may have no reason to refuse, and would wait for this
+// one.
 KernelEntry choose_kernel_together(const World& world, const LayerSpec& spec,
                                    const MoeWeights& weights, const LayerOptions& options) {
   KernelEntry kernel{};
