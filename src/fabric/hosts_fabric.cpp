@@ -202,7 +202,8 @@ class HostsFabric final : public Fabric {
 
   std::string liveness(int rank) const override {
     if (!hosts_.same_host(rank, this->rank())) return proxy_->liveness(rank);
-    return host_->liveness(hosts_.local_index(rank));
+    const std::string known = host_->liveness(hosts_.local_index(rank));
+    return known.empty() ? view_.words_if_left(rank) : known;
   }
 
  private:

@@ -84,7 +84,10 @@ class Processes final : public ProcessFabric {
   int rank() const override { return bootstrap_.rank(); }
   int size() const override { return bootstrap_.size(); }
   const char* name() const override { return "shared memory"; }
-  std::string liveness(int rank) const override { return bootstrap_.liveness(rank); }
+  std::string liveness(int rank) const override {
+    const std::string known = bootstrap_.liveness(rank);
+    return known.empty() ? view_.words_if_left(rank) : known;
+  }
   void set_deadline(std::chrono::milliseconds deadline) override {
     bootstrap_.set_deadline(deadline);
     Fabric::set_deadline(deadline);

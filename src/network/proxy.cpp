@@ -27,7 +27,8 @@ using std::chrono::milliseconds;
 constexpr milliseconds kControlInterval{1};
 // How long the proxy beats fast after the last change.
 constexpr milliseconds kActiveTime{1'000};
-// A network may notice that a rank has left before the rank's goodbye is here.
+// A network may notice that a rank has left before the rank's goodbye is here, and the goodbye may
+// be here before the last of what the rank sent.
 constexpr milliseconds kGoodbyeGrace{50};
 // A process that ended may have ended because it was told why the world failed, and the kernel may
 // have dropped its last words. Then others tell the same within this time.
@@ -241,7 +242,9 @@ bool Proxy::is_quiet(const Heap& heap) const {
   const std::uint64_t ended = protocol::load_relaxed(&heap.heaps.control(rank_)->ended);
   const std::vector<int>& neighbours = hosts_.ranks_of(hosts_.host_of(rank_));
   return std::all_of(neighbours.begin(), neighbours.end(), [&](int r) {
-    return protocol::load_acquire(&heap.heaps.control(r)->ended) >= ended;
+    // A rank that has left in the middle of a call waits for nothing.
+    return protocol::load_acquire(&heap.heaps.control(r)->ended) >= ended ||
+           (record_ && record_->is_gone(r));
   });
 }
 
@@ -559,6 +562,10 @@ void Proxy::hear(int rank, const ControlMessage& message) {
     // would take the goodbye back.
     channels_[i].close();
     forget_rows(rank);
+    // A rank that wants no more of this one may go at any time. But one that is waited for will
+    // never do its part.
+    suspected_[i] = Suspicion{Clock::now() + kGoodbyeGrace, "has destroyed its World"};
+    next_beat_ = std::min(next_beat_, suspected_[i]->due);
     return;
   }
   if (message.kind == ControlMessage::Kind::kAlive || distrusted_[i]) return;
@@ -771,7 +778,10 @@ void Proxy::check_suspects(Clock::time_point now) {
     if (!suspected_[i] || now < suspected_[i]->due) continue;
     const std::string why = suspected_[i]->why;
     suspected_[i].reset();
-    if (peers_[i].load(std::memory_order_relaxed) == Peer::kHere) lose(static_cast<int>(i), why);
+    const Peer peer = peers_[i].load(std::memory_order_relaxed);
+    if (peer == Peer::kHere) lose(static_cast<int>(i), why);
+    // It is not lost for those that do not wait for it.
+    if (peer == Peer::kDeparted && record_) record_->see_off(static_cast<int>(i));
   }
 }
 

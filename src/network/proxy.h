@@ -65,8 +65,11 @@ class RemoteHeap {
   bool reaches(int rank) const;
   // The rank that takes what goes to this rank's host.
   int gateway_to(int rank) const;
+  // The rank of this host that takes what a rank of another host sends here.
+  int gateway_from(int rank) const;
 
-  // Appends as Outbox::append() does, and copies: `payload` may change when it returns.
+  // Appends as Outbox::append() does, and copies: `payload` may change when it returns. Drops what
+  // would go to a rank that has let go of its World.
   bool append(Lane lane, int host, RecordKind kind, std::span<const Target> targets,
               const void* payload, std::size_t bytes, std::size_t& done);
   void flush(Lane lane, int host);
@@ -140,6 +143,11 @@ class Proxy final : private Landing {
   // True of a rank of another host whose process has ended, or that broke the protocol.
   bool is_lost(int rank) const {
     return peers_[static_cast<std::size_t>(rank)].load(std::memory_order_acquire) == Peer::kLost;
+  }
+  // True of a rank of another host that has let go of its World.
+  bool has_departed(int rank) const {
+    return peers_[static_cast<std::size_t>(rank)].load(std::memory_order_acquire) ==
+           Peer::kDeparted;
   }
   // True if rows may be in a device's memory.
   bool takes_device_memory() const { return network_->takes_device_memory(); }
@@ -282,6 +290,7 @@ class Proxy final : private Landing {
   };
   std::unordered_map<std::uint64_t, RowsFlight> sending_;
   std::uint64_t next_context_ = kRowsContext;
+  // That a rank is lost or, if it has said goodbye by then, that it is gone.
   struct Suspicion {
     Clock::time_point due;
     std::string why;

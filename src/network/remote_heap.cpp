@@ -29,15 +29,26 @@ int RemoteHeap::gateway_to(int rank) const {
   return proxy_->hosts_.gateway(proxy_->rank_, proxy_->hosts_.host_of(rank));
 }
 
+int RemoteHeap::gateway_from(int rank) const {
+  return proxy_->hosts_.gateway(rank, proxy_->hosts_.host_of(proxy_->rank_));
+}
+
 bool RemoteHeap::append(Lane lane, int host, RecordKind kind, std::span<const Target> targets,
                         const void* payload, std::size_t bytes, std::size_t& done) {
+  // A rank that has left gives no credits any more. Nobody wanted what it would have passed on, or
+  // those who do give up because of it.
+  if (proxy_->has_departed(proxy_->hosts_.gateway(proxy_->rank_, host))) {
+    done = bytes;
+    return true;
+  }
   return proxy_->outbox(lane, host).append(kind, segment_, targets, payload, bytes, done);
 }
 
 void RemoteHeap::flush(Lane lane, int host) { proxy_->outbox(lane, host).flush(); }
 
 bool RemoteHeap::may_append(Lane lane, int host) const {
-  return proxy_->outbox(lane, host).may_append();
+  return proxy_->has_departed(proxy_->hosts_.gateway(proxy_->rank_, host)) ||
+         proxy_->outbox(lane, host).may_append();
 }
 
 void RemoteHeap::end_call() {
@@ -49,13 +60,9 @@ int RemoteHeap::silent_rank(std::uint64_t deadline_ns) const {
   std::int64_t longest = std::max(static_cast<std::int64_t>(deadline_ns / 2), kLeastSilence);
   int silent = -1;
   for (int r = 0; r < proxy_->hosts_.num_ranks(); ++r) {
-    const auto i = static_cast<std::size_t>(r);
-    // A rank that has said goodbye is silent with good reason. If it is missed, waits for it say
-    // so.
-    if (r == proxy_->rank_ ||
-        proxy_->peers_[i].load(std::memory_order_acquire) == Proxy::Peer::kDeparted) {
-      continue;
-    }
+    // A rank that has said goodbye is silent with good reason. If it is missed, waits for it end by
+    // the world's record.
+    if (r == proxy_->rank_ || proxy_->has_departed(r)) continue;
     const std::int64_t heard = proxy_->last_sign_of(r);
     if (now - heard <= longest) continue;
     longest = now - heard;

@@ -1,6 +1,7 @@
 #include "protocol/world_record.h"
 
 #include <fcntl.h>
+#include <fmt/core.h>
 #include <poll.h>
 #include <sys/eventfd.h>
 #include <sys/syscall.h>
@@ -108,6 +109,10 @@ std::uint64_t WorldRecord::word() const { return load_acquire(word_of(rank_)); }
 
 void WorldRecord::mirror(int rank, std::uint64_t word) { store_release(word_of(rank), word); }
 
+void WorldRecord::see_off(int rank) {
+  seen_off_.fetch_or(std::uint64_t{1} << rank, std::memory_order_release);
+}
+
 void WorldRecord::look() {
   const std::int64_t now = now_ns();
   std::int64_t next = next_look_.load(std::memory_order_relaxed);
@@ -149,7 +154,9 @@ void WorldRecord::look_at_lives() const {
 }
 
 bool WorldRecord::is_gone(int rank) const {
-  if ((ended_.load(std::memory_order_acquire) >> rank & 1) != 0) return true;
+  const std::uint64_t gone =
+      ended_.load(std::memory_order_acquire) | seen_off_.load(std::memory_order_acquire);
+  if ((gone >> rank & 1) != 0) return true;
   const bool is_here = lives_.empty() || lives_[static_cast<std::size_t>(rank)];
   return is_here && has_left(rank);
 }
@@ -239,6 +246,12 @@ int WorldView::rank_of(int name) const {
   if (names.empty()) return name;
   const auto found = std::find(names.begin(), names.end(), name);
   return found == names.end() ? -1 : static_cast<int>(found - names.begin());
+}
+
+std::string WorldView::words_if_left(int rank) const {
+  return record && record->has_left(name(rank))
+             ? fmt::format("rank {} has destroyed its World", name(rank))
+             : "";
 }
 
 std::optional<WorldRecord::Culprit> WorldView::culprit(int suspect,

@@ -11,6 +11,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <string>
 #include <thread>
 #include <vector>
 
@@ -54,9 +55,11 @@ class WorldRecord {
   // Takes notes of all words, at most once in half a kBeat. Every waiting thread calls it.
   void look();
   // True if the rank will never do anything in this world again, and all that it did is here: its
-  // process has ended, or it left. (What a rank of another host did before it left may be on its
-  // way.)
+  // process has ended, or it left. (Of a rank of another host the thread that talks to other hosts
+  // says so, because what the rank did before it left may be on its way.)
   bool is_gone(int rank) const;
+  // True if it said that it leaves.
+  bool has_left(int rank) const;
   // True if its process has ended, and it had not left before.
   bool has_ended(int rank) const;
   // The rank because of which a rank gave up; else the rank itself.
@@ -98,6 +101,8 @@ class WorldRecord {
   // ---- For the thread that talks to other hosts.
   std::uint64_t word() const;
   void mirror(int rank, std::uint64_t word);
+  // Says that a rank of another host has left, and that all that it did before is here.
+  void see_off(int rank);
 
  private:
   // The last wait of one rank for another that was seen.
@@ -111,7 +116,6 @@ class WorldRecord {
   const Seen& seen(int rank, int peer) const { return seen_[seen_at(rank, peer)]; }
   void look_at_lives() const;
   void watch();
-  bool has_left(int rank) const;
   // The rank's waits for others that were seen lately. Requires the mutex.
   std::vector<WaitsFor> waits_of(int rank, std::chrono::nanoseconds deadline) const;
   std::uint64_t* word_of(int rank) const { return words_[static_cast<std::size_t>(rank)]; }
@@ -121,6 +125,7 @@ class WorldRecord {
   const std::shared_ptr<const void> memory_;
   const std::vector<UniqueFd> lives_;
   mutable std::atomic<std::uint64_t> ended_{0};  // a bit for each rank whose process has ended
+  std::atomic<std::uint64_t> seen_off_{0};       // and for each that see_off() was called for
   std::atomic<std::int64_t> next_look_{0};
   mutable std::mutex mutex_;
   std::vector<std::uint64_t> last_;  // by rank: its word at the last look
@@ -159,6 +164,8 @@ struct WorldView {
   int name(int rank) const { return names.empty() ? rank : names[static_cast<std::size_t>(rank)]; }
   // The opposite; -1 if the fabric does not have the rank.
   int rank_of(int name) const;
+  // Says that the rank has left, if it has: for Fabric::liveness(), until its connection closes.
+  std::string words_if_left(int rank) const;
   // WorldRecord::culprit() in this fabric's numbers; nothing if it is a rank that the fabric does
   // not have.
   std::optional<WorldRecord::Culprit> culprit(int suspect, std::chrono::nanoseconds deadline) const;

@@ -1,7 +1,7 @@
-// Trials over everything: a rank of a world is killed, stopped, interrupted, or ends, while the
-// world passes, exchanges, meets, waits for flags, closes or starts. Every other rank must end with
-// a TimeoutError that names this rank and accuses no other, and in time. A seed repeats a trial, as
-// far as timing allows; a bad trial prints its own.
+// Trials over everything: a rank of a world is killed, stopped, interrupted, or ends, in order or
+// not, while the world passes, exchanges, meets, waits for flags, closes or starts. Every other
+// rank must end with a TimeoutError that names this rank and accuses no other, and in time. A seed
+// repeats a trial, as far as timing allows; a bad trial prints its own.
 //
 //   failure_trials --trials 2000 --jobs 9 --json results/failure_trials.json --commit COMMIT
 //   failure_trials --seed 17 --trials 1 --verbose

@@ -69,6 +69,9 @@ constexpr int kExperts = 16, kTopK = 2, kHidden = 32, kTokens = 12;
 std::atomic<int> exit_code{0};
 void exit_at_once(int) { ::_exit(exit_code.load()); }
 
+// What the victim's program throws, or why it returns.
+struct Returns {};
+
 ExchangeSpec exchange_spec() {
   ExchangeSpec spec;
   spec.hidden = kHidden;
@@ -188,6 +191,7 @@ class Player {
   void harm() {
     board_.harmed_ns = now_ns();
     if (trial_.harm == Harm::kExit) ::_exit(trial_.exit_code);
+    if (trial_.harm == Harm::kReturn) throw Returns();
     ::kill(::getpid(), signal_of(trial_.harm));
   }
 
@@ -317,6 +321,7 @@ int signal_of(Harm harm) {
     case Harm::kStop: return SIGSTOP;
     case Harm::kExit: return SIGUSR1;
     case Harm::kInterrupt: return SIGINT;
+    case Harm::kReturn: return SIGUSR1;  // where it did not come to its moment
   }
   return 0;
 }
@@ -341,6 +346,9 @@ void play_rank(const Trial& trial, int rank, const std::string& rendezvous,
     mine.waiter = failure.waiter_rank;
     std::snprintf(mine.phase, sizeof mine.phase, "%s", failure.phase);
     std::snprintf(mine.words, sizeof mine.words, "%s", error.what());
+  } catch (const Returns&) {
+    player.close();
+    ::_exit(trial.exit_code);
   } catch (const std::exception& error) {
     mine.failed_ns = now_ns();
     outcome = Outcome::kOther;

@@ -10,12 +10,16 @@
 namespace switchyard::failures {
 namespace {
 
+// Tells the choice of Harm::kReturn from the others that follow from a seed.
+constexpr std::uint64_t kReturns = 0x72657475726e;
+
 const char* to_string(Harm harm) {
   switch (harm) {
     case Harm::kKill: return "kill";
     case Harm::kStop: return "stop";
     case Harm::kExit: return "exit";
     case Harm::kInterrupt: return "interrupt";
+    case Harm::kReturn: return "return";
   }
   return "";
 }
@@ -179,6 +183,13 @@ Trial::Trial(std::uint64_t its_seed, int num_gpus) : seed(its_seed), gpus(num_gp
     if (uses(Act::kDispatch, Act::kDispatch)) closing.push_back(Act::kCloseExchange);
     if (uses(Act::kHeapRing, Act::kHeapBarrier)) closing.push_back(Act::kCloseHeap);
     closing.push_back(Act::kCloseWorld);
+  }
+  // A program may return between calls only. All other trials are what they were before there was
+  // this harm.
+  if (gpus == 0 && scene != Scene::kClose && scene != Scene::kStart &&
+      mix64(seed ^ kReturns) % 8 == 0) {
+    harm = Harm::kReturn;
+    how = How::kBeforeAct;
   }
   const std::vector<Act>& choices = scene == Scene::kClose ? closing : acts;
   act = numbers.between(0, static_cast<int>(choices.size()) - 1);

@@ -19,6 +19,7 @@ enum class Harm {
   kStop,       // SIGSTOP
   kExit,       // the process exits without closing anything
   kInterrupt,  // SIGINT, which ends the process
+  kReturn,     // the program returns or throws: everything is closed, and the process ends
 };
 
 // The part of a world's life in which the harm comes.
@@ -68,7 +69,7 @@ struct Trial {
   bool launched = false;
   int gpus = 0;
   int hosts = 1, ranks = 2, victim = 0;
-  int exit_code = 0;         // of Harm::kExit
+  int exit_code = 0;         // of Harm::kExit and kReturn
   std::vector<Act> acts;     // of a round; rounds follow each other until the world fails
   int rounds = 0;            // Scene::kClose: so many, and then everything is closed
   std::vector<Act> closing;  // the calls after the last round

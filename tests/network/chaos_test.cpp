@@ -12,8 +12,10 @@
 #include <exception>
 #include <functional>
 #include <numeric>
+#include <optional>
 #include <string>
 #include <string_view>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -338,6 +340,133 @@ TEST(HostsChaos, AllHostsReportOneLateRank) {
                          << " in pass " << failure.epoch;
       tally.wrong_names += right ? 0 : 1;
     }
+  }
+}
+
+// A rank's program returns in the middle of the others' passes or exchanges. They wait for no
+// deadline, and name it.
+TEST(HostsChaos, WhoLeavesAmidCallsIsNamedAtOnce) {
+  Tally tally;
+  while (tally.begins_trial()) {
+    const std::uint64_t seed = tally.seed;
+    Trial trial(seed);
+    const int leaves = trial.numbers.between(0, trial.ranks - 1);
+    const int calls = trial.numbers.between(0, 3);
+    const bool passes = trial.numbers.between(0, 1) == 1;
+    // Others may need nothing of it but what it passes on.
+    const bool is_avoided = trial.numbers.between(0, 1) == 1;
+    SCOPED_TRACE(trial.name() + ", leaves: rank " + std::to_string(leaves) + " after " +
+                 std::to_string(calls) + (passes ? " passes" : " exchanges") +
+                 (is_avoided ? ", avoided" : ""));
+    const LayerSpec spec = spec_of(32, 16, 2 * trial.ranks, 1);
+    const MoeWeights weights = generate_weights(spec, DType::kF32, seed, {.num_threads = 1});
+    Batch batch = random_batch(spec, 40 * trial.ranks, DType::kF32, seed);
+    for (std::int32_t& id : batch.topk_ids) {
+      if (is_avoided && id / 2 == leaves) id = 2 * ((leaves + 1) % trial.ranks);
+    }
+    const Shares shares = Shares::even(batch.x.rows(), trial.ranks);
+    BatchResult result = empty_result(spec, batch, trial.ranks, DType::kF32);
+    ExchangeSpec exchange_spec;
+    exchange_spec.hidden = 24;
+    exchange_spec.num_experts = 2 * trial.ranks;
+    exchange_spec.top_k = 2;
+    exchange_spec.max_tokens = 40;
+    exchange_spec.combine = DType::kF32;
+    const ExchangeBatch rows(exchange_spec, trial.ranks, DType::kBF16, seed);
+    std::vector<WaitFailure> failures(static_cast<std::size_t>(trial.ranks));
+    const auto start = test::Clock::now();
+    const auto thrown = test::run_over_chaos(trial.hosts, [&](const World& world) {
+      const int rank = world.rank();
+      std::optional<MoeLayer> layer;
+      std::optional<Exchange> exchange;
+      ExchangeHandle handle;
+      if (passes) {
+        LayerOptions options;
+        options.max_tokens = 40;
+        options.cpu.num_threads = rank % 2 + 1;
+        layer.emplace(world, spec, weights_of_rank(weights, rank, trial.ranks), options);
+      } else {
+        exchange.emplace(world, exchange_spec, ExchangeOptions{.num_threads = 1});
+        handle = exchange->make_handle();
+      }
+      try {
+        for (int call = 0; rank != leaves || call < calls; ++call) {
+          if (passes) {
+            forward_share(*layer, batch, shares, rank, result);
+          } else {
+            check_round(*exchange, handle, rows, rank);
+          }
+        }
+      } catch (const TimeoutError& error) {
+        failures[static_cast<std::size_t>(rank)] = error.failure();
+        EXPECT_STREQ(error.failure().phase, "link") << error.what();
+        EXPECT_THAT(error.what(), ::testing::HasSubstr("has destroyed its World"));
+      }
+      handle = {};
+    });
+    tally.require_nothing_thrown(thrown);
+    EXPECT_LT(test::since(start), test::kAtOnce);
+    for (int rank = 0; rank < trial.ranks; ++rank) {
+      const int named = failures[static_cast<std::size_t>(rank)].peer_rank;
+      const bool right = named == (rank == leaves ? -1 : leaves);
+      EXPECT_TRUE(right) << "rank " << rank << " names rank " << named;
+      tally.wrong_names += right ? 0 : 1;
+    }
+  }
+}
+
+// Ranks end their last pass at different times, further apart than a goodbye is waited for. Whoever
+// needs nothing more of those that have left goes on, and what they sent arrives.
+TEST(HostsChaos, RanksThatEndInOrderAreNotMissed) {
+  Tally tally;
+  while (tally.begins_trial()) {
+    const std::uint64_t seed = tally.seed;
+    Trial trial(seed);
+    SCOPED_TRACE(trial.name());
+    trial.hosts.deadline = std::chrono::milliseconds(10'000);
+    constexpr int kTokens = 60, kPasses = 2;
+    const LayerSpec spec = spec_of(32, 16, trial.ranks, 1);
+    const MoeWeights weights = generate_weights(spec, DType::kF32, seed, {.num_threads = 1});
+    // All tokens of a rank go to one expert, and so need one rank.
+    Batch batch{Matrix::random(kTokens * trial.ranks, spec.hidden, DType::kF32, seed), {}, {}, {}};
+    std::vector<int> delays;
+    for (int r = 0; r < trial.ranks; ++r) {
+      const int expert =
+          trial.numbers.between(0, 1) == 0 ? r : trial.numbers.between(0, trial.ranks - 1);
+      batch.topk_ids.insert(batch.topk_ids.end(), kTokens, expert);
+      batch.topk_weights.insert(batch.topk_weights.end(), kTokens, 1.0f);
+      delays.push_back(trial.numbers.between(0, 2) * 100);
+    }
+    const Shares shares = Shares::even(batch.x.rows(), trial.ranks);
+    const Matrix expected =
+        run_batch(spec, weights, batch, Shares::of({batch.x.rows()}), DType::kF32).output;
+    BatchResult result = empty_result(spec, batch, trial.ranks, DType::kF32);
+    const auto thrown = test::run_over_chaos(trial.hosts, [&](const World& world) {
+      const int delay = delays[static_cast<std::size_t>(world.rank())];
+      std::atomic<int> pass{0};
+      std::atomic<bool> was_late{false};
+      LayerOptions options;
+      options.max_tokens = kTokens;
+      options.cpu.num_threads = 1;
+      options.diagnostics.on_step = [&](const ProtocolStep& step) {
+        if (step.kind != ProtocolStep::Kind::kGemm2 || pass < kPasses || was_late.exchange(true)) {
+          return;
+        }
+        std::this_thread::sleep_for(std::chrono::milliseconds(delay));
+      };
+      MoeLayer layer(world, spec, weights_of_rank(weights, world.rank(), trial.ranks), options);
+      while (pass < kPasses) {
+        ++pass;
+        forward_share(layer, batch, shares, world.rank(), result);
+      }
+    });
+    tally.require_nothing_thrown(thrown);
+    std::uint64_t wrong = 0;
+    for (std::int64_t i = 0; i < expected.rows() * spec.hidden; ++i) {
+      wrong += result.output.get(i) != expected.get(i);
+    }
+    EXPECT_EQ(wrong, 0u);
+    tally.wrong_words += wrong;
   }
 }
 

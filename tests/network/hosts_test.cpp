@@ -334,6 +334,64 @@ INSTANTIATE_TEST_SUITE_P(
              (std::get<1>(param.param) == Layers::kTwoLevels ? "InTwoLevels" : "");
     });
 
+// A rank's program throws or returns: its layer and its World are destroyed, and nothing is lost on
+// the way. The others wait for it in vain, but not for their deadlines.
+class HostsReturns : public HostsTest,
+                     public ::testing::WithParamInterface<std::tuple<int, Layers>> {};
+
+TEST_P(HostsReturns, EveryRankNamesTheOneThatReturned) {
+  const int returns = std::get<0>(GetParam());
+  const bool two_levels = std::get<1>(GetParam()) == Layers::kTwoLevels;
+  on_hosts(2, 4, [&](int rank) {
+    const World world = join(rank, 4);
+    const LayerSpec spec = spec_of(64, 32, 8, 2);
+    const MoeWeights weights = generate_weights(spec, DType::kF32, 1, {.num_threads = 1});
+    const Batch batch = random_batch(spec, 40, DType::kF32, 1);
+    const Shares shares = Shares::even(40, 4);
+    BatchResult result = empty_result(spec, batch, 4, DType::kF32);
+    LayerOptions options;
+    options.max_tokens = 64;
+    std::optional<MoeLayer> layer;
+    std::optional<Staged> staged;
+    if (two_levels) {
+      staged.emplace(make_staged(world, spec, weights, options));
+    } else {
+      options.cpu.num_threads = 1;
+      layer.emplace(world, spec, weights_of_rank(weights, rank, 4), options);
+    }
+    const auto pass = [&] {
+      if (layer) return forward_share(*layer, batch, shares, rank, result);
+      forward(*staged, batch, shares, rank, result);
+      staged->device->synchronize_all();
+      staged->layer->check();
+    };
+    for (int i = 0; i < 3; ++i) pass();
+    if (rank == returns) return;
+    const auto start = test::Clock::now();
+    const test::Blame blame = test::blame_of(
+        returns,
+        [&] {
+          for (;;) pass();
+        },
+        "link");
+    EXPECT_THAT(blame.words, HasSubstr(fmt::format("rank {} ", returns)));
+    // (Its neighbour may see more of its end by then.)
+    EXPECT_THAT(blame.words, ::testing::ContainsRegex("has destroyed its World|process [0-9]+ has "
+                                                      "exited|closed its connection"));
+    EXPECT_LT(test::since(start), test::kAtOnce);
+  });
+}
+
+INSTANTIATE_TEST_SUITE_P(Namespaces, HostsReturns,
+                         ::testing::Combine(::testing::Values(0, 3),
+                                            ::testing::Values(Layers::kOneLevel,
+                                                              Layers::kTwoLevels)),
+                         [](const auto& param) {
+                           return "Rank" + std::to_string(std::get<0>(param.param)) +
+                                  (std::get<1>(param.param) == Layers::kTwoLevels ? "InTwoLevels"
+                                                                                  : "");
+                         });
+
 // A cable comes out during passes, and comes back before the deadline, or does not.
 class HostsCable : public HostsTest, public ::testing::WithParamInterface<bool> {};
 

@@ -124,6 +124,25 @@ TEST_F(WorldRecordTest, WhatARankSaysOfItself) {
   EXPECT_TRUE(record_->is_gone(0));
 }
 
+// The record holds no descriptor of a process of another host. What such a rank did may come after
+// its word.
+TEST(WorldRecordLives, ARankOfAnotherHostIsGoneWhenItIsSeenOff) {
+  int ends[2];
+  ASSERT_EQ(::pipe(ends), 0);
+  const UniqueFd kept(ends[1]);
+  std::uint64_t words[2]{};
+  std::vector<UniqueFd> lives(2);
+  lives[0] = UniqueFd(ends[0]);
+  WorldRecord record(0, {&words[0], &words[1]}, nullptr, std::move(lives));
+  record.mirror(1, WaitsFor{Phase::kLeft, 1, 0, false}.pack(0));
+  record.look();
+  EXPECT_TRUE(record.has_left(1));
+  EXPECT_FALSE(record.is_gone(1));
+  record.see_off(1);
+  EXPECT_TRUE(record.is_gone(1));
+  EXPECT_FALSE(record.has_ended(1));
+}
+
 // A process that the record holds a descriptor of.
 TEST(WorldRecordLives, AProcessThatEndedIsGoneAndEndsWaitsOfKernels) {
   int ends[2];
