@@ -8,6 +8,7 @@ import ctypes
 import itertools
 import json
 import os
+import random
 import sys
 import threading
 import time
@@ -25,7 +26,19 @@ from .errors import InvalidArgument, Unsupported
 _EXIT_SECONDS = 5.0
 # Objects by number.
 live: weakref.WeakValueDictionary[int, Owned] = weakref.WeakValueDictionary()
-_numbers = itertools.count()
+
+
+def _first_number() -> int:
+    """Code that is compiled or exported has objects by number. In another process it must find nothing by it rather than
+    another object, so processes begin at random."""
+    return random.SystemRandom().getrandbits(62)
+
+
+_numbers = itertools.count(_first_number())
+
+
+def next_number() -> int:
+    return next(_numbers)
 
 
 def _destroy(destroy: Any, handle: ctypes.c_void_p, kept: object) -> None:
@@ -263,6 +276,8 @@ def _exit() -> None:
 
 
 def _forked() -> None:
+    global _numbers
+    _numbers = itertools.count(_first_number())
     for owned in list(live.values()):
         owned._inherit()
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-import itertools
 import threading
 import warnings
 import weakref
@@ -18,7 +17,7 @@ from . import _probe
 from . import _torch as _torch_operators  # noqa: F401  # registers the operators
 from ._activation import Activation
 from ._experts import Experts, workspace_for
-from ._handle import in_child
+from ._handle import in_child, next_number
 from ._options import KINDS, Memory, values_of
 from ._watch import Watch, registered
 from ._workspace import Workspace
@@ -457,6 +456,11 @@ def _run(
     """A module's experts, for tokens [T, H] and ids and weights [T, K]."""
     if weights.dtype not in (torch.float32, torch.bfloat16):
         weights = weights.float()
+    if torch.compiler.is_exporting():
+        raise Unsupported(
+            f"torch.export would put {_name(module)} into the program as a number of this process, which is no module "
+            "elsewhere; export the model with experts_implementation='eager', or of patch() before it is patched"
+        )
     if torch.compiler.is_compiling():
         return (_compiled if _IN_GRAPHS else _between_graphs)(module, x, ids, weights, find, patched)
     return _run_now(module, x, ids, weights, find, patched)
@@ -482,12 +486,12 @@ _IN_GRAPHS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 15)
 _between_graphs = torch.compiler.disable(_run_now)
 
 _operator = torch.library.Library("switchyard", "FRAGMENT")
-# parameters: the module's, so that the output depends on them; empty where no gradient is wanted.
+# tensors: the module's parameters and buffers, so that the output depends on them, and that others in their place are
+# seen.
 _operator.define(
-    "module_experts(Tensor x, Tensor topk_ids, Tensor topk_weights, Tensor[] parameters, int module) -> Tensor"
+    "module_experts(Tensor x, Tensor topk_ids, Tensor topk_weights, Tensor[] tensors, int module) -> Tensor"
 )
 # Compiled code has modules by number, and the layer is looked up at each call as without a compiler.
-_numbers = itertools.count()
 _numbered: weakref.WeakValueDictionary[int, torch.nn.Module] = weakref.WeakValueDictionary()
 _how: weakref.WeakKeyDictionary[torch.nn.Module, tuple[int, _Finder, object]] = weakref.WeakKeyDictionary()
 
@@ -497,7 +501,7 @@ def _number_of(module: torch.nn.Module, find: _Finder, patched: object) -> int:
     """Dynamo guards what it was called with: another module is compiled anew."""
     known = _how.get(module)
     if known is None:
-        known = _how[module] = (next(_numbers), find, patched)
+        known = _how[module] = (next_number(), find, patched)
         _numbered[known[0]] = module
     return known[0]
 
@@ -510,21 +514,46 @@ def _compiled(
     find: _Finder,
     patched: object,
 ) -> torch.Tensor:
-    parameters = list(module.parameters()) if torch.is_grad_enabled() else []
+    tensors = [*module.parameters(), *module.buffers()]
     number = _number_of(module, find, patched)
-    return torch.ops.switchyard.module_experts(x, ids, weights, parameters, number)
+    return torch.ops.switchyard.module_experts(x, ids, weights, tensors, number)
+
+
+def _refuse_others(module: torch.nn.Module, given: list[torch.Tensor]) -> None:
+    """Refuse tensors that compiled code has in the place of the module's own, with which the layer would not compute."""
+    own = [*module.parameters(), *module.buffers()]
+    if len(own) == len(given) and all(map(_is_same, own, given)):
+        return
+    raise Unsupported(
+        f"compiled code gives {_name(module)} other tensors than it has, as torch.func.functional_call does, and "
+        "Switchyard's layer reads the module's own; assign them to the module (load_state_dict(..., assign=True)), or "
+        "call it without torch.compile"
+    )
+
+
+def _is_same(own: torch.Tensor, given: torch.Tensor) -> bool:
+    return given is own or (
+        given.data_ptr() == own.data_ptr()
+        and given.shape == own.shape
+        and given.stride() == own.stride()
+        and given.dtype is own.dtype
+    )
 
 
 def _module_experts(
     x: torch.Tensor,
     topk_ids: torch.Tensor,
     topk_weights: torch.Tensor,
-    parameters: list[torch.Tensor],
+    tensors: list[torch.Tensor],
     module: int,
 ) -> torch.Tensor:
     owner = _numbered.get(module)
     if owner is None:
-        raise InvalidArgument("compiled code runs the experts of a module that is gone; keep the module")
+        raise InvalidArgument(
+            "compiled code runs the experts of a module that is gone, or of another process; keep the module, and "
+            "compile in the process that runs it"
+        )
+    _refuse_others(owner, tensors)
     _, find, patched = _how[owner]
     made = _layer_of(owner, x.shape[0], topk_ids.shape[1], find, patched)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -533,22 +562,21 @@ def _module_experts(
 
 
 def _remember_inputs(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    x, _, topk_weights, parameters, _ = inputs
-    ctx.save_for_backward(x, topk_weights, *parameters)
+    x, _, topk_weights, tensors, _ = inputs
+    ctx.save_for_backward(x, topk_weights, *tensors)
 
 
 def _backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
-    def missing(like: torch.Tensor) -> torch.Tensor:
-        return torch.ops.switchyard.missing_backward(gradient, like)
-
-    x, topk_weights, *parameters = ctx.saved_tensors
-    return missing(x), None, missing(topk_weights), [missing(p) for p in parameters], None
+    x, topk_weights, *tensors = ctx.saved_tensors
+    of_tensors = [_torch_operators.missing_gradient(gradient, tensor) for tensor in tensors]
+    of_x, of_weights = (_torch_operators.missing_gradient(gradient, tensor) for tensor in (x, topk_weights))
+    return of_x, None, of_weights, of_tensors, None
 
 
 _operator.impl("module_experts", _module_experts, "CompositeExplicitAutograd")
 torch.library.register_fake(
     "switchyard::module_experts",
-    lambda x, topk_ids, topk_weights, parameters, module: torch.empty(x.shape, dtype=x.dtype, device=x.device),
+    lambda x, topk_ids, topk_weights, tensors, module: torch.empty(x.shape, dtype=x.dtype, device=x.device),
     lib=_operator,
 )
 torch.library.register_autograd(

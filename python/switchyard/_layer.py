@@ -16,7 +16,7 @@ from ._arrays import Kept
 from ._library import check, library
 from ._passes import Handle, Stats
 from ._routing import Routing
-from ._torch import apply_without_backward
+from ._torch import apply_without_backward, layer_of, missing_gradient
 from ._watch import Watch
 from ._weights import weights_of
 from ._workspace import Workspace, choose_memory, world_of
@@ -27,6 +27,9 @@ _NO_COPY = (
     "a MoeLayer cannot be {}: it is a running layer of this process over tensors of others. Take it out of "
     "the module first, and make another of the copy with MoeLayer.from_hf() or from_checkpoint()"
 )
+
+# Layers by number: operators of torch take numbers but no objects.
+_layers: weakref.WeakValueDictionary[int, MoeLayer] = weakref.WeakValueDictionary()
 
 _ROWS = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -39,6 +42,12 @@ def _device(device: Any) -> torch.device:
     if where is None or where.type not in ("cpu", "cuda"):
         raise InvalidArgument(f"device is {device!r}; pass 'cpu', 'cuda' or 'cuda:N'")
     return where
+
+
+def _require_tensors(**arguments: Any) -> None:
+    for name, array in arguments.items():
+        if not isinstance(array, torch.Tensor) and (array is not None or name == "hidden_states"):
+            raise InvalidArgument(f"{name} is a {type(array).__name__}; pass a torch.Tensor")
 
 
 class MoeLayer(torch.nn.Module):
@@ -61,6 +70,7 @@ class MoeLayer(torch.nn.Module):
     ) -> None:
         super().__init__()
         self._layer = Handle(handle, keep)
+        _layers[self._layer._number] = self
         # The block's tensors can be asked for a gradient. They are not this module's own: the block saves
         # and loads them.
         self._watch = watch
@@ -305,6 +315,44 @@ class MoeLayer(torch.nn.Module):
         Error
             As ``Experts.__call__`` does.
         """
+        _require_tensors(hidden_states=hidden_states, token_ids=token_ids, out=out)
+        if torch.compiler.is_compiling():
+            return self._compiled(hidden_states, token_ids, ids_out, weights_out, out)
+        return self._now(hidden_states, token_ids, ids_out, weights_out, out)
+
+    def _compiled(
+        self,
+        hidden_states: torch.Tensor,
+        token_ids: torch.Tensor | None,
+        ids_out: torch.Tensor | None,
+        weights_out: torch.Tensor | None,
+        out: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """As an operator that torch.compile() knows: addresses are read when compiled code runs, not when it is made."""
+        weights = [w for w in self._weights if w.requires_grad] if torch.is_grad_enabled() else []
+        if out is None and ids_out is None and weights_out is None:
+            return torch.ops.switchyard.moe_layer(hidden_states, token_ids, weights, self._layer._number)
+        if weights or (torch.is_grad_enabled() and hidden_states.requires_grad):
+            # An operator that writes has no gradient, not even one that is refused.
+            return self._now(hidden_states, token_ids, ids_out, weights_out, out)
+        if out is None:
+            out = torch.empty(hidden_states.shape, dtype=hidden_states.dtype, device=hidden_states.device)
+        torch.ops.switchyard.moe_layer_out(
+            hidden_states, token_ids, out, ids_out, weights_out, self._layer._number
+        )
+        return out
+
+    # Dynamo would trace addresses that are none, also where it gave up on forward() and goes on with what that calls.
+    @torch.compiler.disable
+    def _now(
+        self,
+        hidden_states: torch.Tensor,
+        token_ids: torch.Tensor | None,
+        ids_out: torch.Tensor | None,
+        weights_out: torch.Tensor | None,
+        out: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Without a compiler."""
         self._refuse_changes()
         self._check_arguments(hidden_states, token_ids, out)
         if out is None:
@@ -336,9 +384,6 @@ class MoeLayer(torch.nn.Module):
         return out
 
     def _check_arguments(self, hidden_states: Any, token_ids: Any, out: Any) -> None:
-        for name, array in (("hidden_states", hidden_states), ("token_ids", token_ids), ("out", out)):
-            if not isinstance(array, torch.Tensor) and (array is not None or name == "hidden_states"):
-                raise InvalidArgument(f"{name} is a {type(array).__name__}; pass a torch.Tensor")
         shape, hidden = tuple(hidden_states.shape), self._layer.hidden
         if not shape or shape[-1] != hidden:
             raise ShapeMismatch(f"hidden_states is {shape}; its last dimension has to be H, {hidden}")
@@ -403,3 +448,61 @@ class MoeLayer(torch.nn.Module):
     def extra_repr(self) -> str:
         layer = self.__dict__.get("_layer")
         return "not made" if layer is None else f"{layer._shown()}, {layer._state()}"
+
+
+# --------------------------------------------------------------------------------- compiled code
+
+_operator = torch.library.Library("switchyard", "FRAGMENT")
+# weights: those of the block that want a gradient, so that the output depends on them.
+_operator.define("moe_layer(Tensor x, Tensor? token_ids, Tensor[] weights, int layer) -> Tensor")
+_operator.define(
+    "moe_layer_out(Tensor x, Tensor? token_ids, Tensor(a!) out, Tensor(b!)? ids_out, Tensor(c!)? weights_out, "
+    "int layer) -> ()"
+)
+
+
+def _module_of(number: int) -> MoeLayer:
+    layer_of(number)  # says what to do if it is gone
+    return _layers[number]
+
+
+def _moe_layer(
+    x: torch.Tensor, token_ids: torch.Tensor | None, weights: list[torch.Tensor], layer: int
+) -> torch.Tensor:
+    with torch.no_grad():
+        return _module_of(layer)._now(x, token_ids, None, None, None)
+
+
+def _moe_layer_out(
+    x: torch.Tensor,
+    token_ids: torch.Tensor | None,
+    out: torch.Tensor,
+    ids_out: torch.Tensor | None,
+    weights_out: torch.Tensor | None,
+    layer: int,
+) -> None:
+    with torch.no_grad():
+        _module_of(layer)._now(x, token_ids, ids_out, weights_out, out)
+
+
+def _remember_inputs(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    x, _, weights, _ = inputs
+    ctx.save_for_backward(x, *weights)
+
+
+def _backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+    x, *weights = ctx.saved_tensors
+    return missing_gradient(gradient, x), None, [missing_gradient(gradient, w) for w in weights], None
+
+
+_operator.impl("moe_layer", _moe_layer, "CompositeExplicitAutograd")
+_operator.impl("moe_layer_out", _moe_layer_out, "CompositeExplicitAutograd")
+torch.library.register_fake(
+    "switchyard::moe_layer",
+    lambda x, token_ids, weights, layer: torch.empty(x.shape, dtype=x.dtype, device=x.device),
+    lib=_operator,
+)
+torch.library.register_fake("switchyard::moe_layer_out", lambda *arguments: None, lib=_operator)
+torch.library.register_autograd(
+    "switchyard::moe_layer", _backward, setup_context=_remember_inputs, lib=_operator
+)

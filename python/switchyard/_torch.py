@@ -47,7 +47,8 @@ def layer_of(number: int) -> Any:
     layer = live.get(number)
     if layer is None:
         raise InvalidArgument(
-            f"layer {number} is gone, but compiled code calls it; keep the Experts object"
+            f"layer {number} is gone, or of another process, but compiled code calls it; keep the Experts or MoeLayer "
+            "object, and compile in the process that runs it"
         )
     return layer
 
@@ -109,17 +110,26 @@ def _missing_backward(gradient: torch.Tensor, like: torch.Tensor) -> torch.Tenso
     refuse_backward()
 
 
+def missing_gradient(gradient: torch.Tensor, like: torch.Tensor) -> torch.Tensor | None:
+    """What stands for the gradient of an operator's input; None for one that wants none."""
+    if not like.requires_grad:
+        return None
+    missing: torch.Tensor = torch.ops.switchyard.missing_backward(gradient, like)
+    return missing
+
+
 def _remember_inputs(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     x, _, topk_weights, _, parameters, *_ = inputs
     ctx.save_for_backward(x, topk_weights, *parameters)
 
 
 def _backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
-    def missing(like: torch.Tensor) -> torch.Tensor:
-        return torch.ops.switchyard.missing_backward(gradient, like)
-
     x, topk_weights, *parameters = ctx.saved_tensors
-    return missing(x), None, missing(topk_weights), None, [missing(p) for p in parameters], None, None, None
+    of_parameters = [missing_gradient(gradient, p) for p in parameters]
+    return (
+        missing_gradient(gradient, x), None, missing_gradient(gradient, topk_weights), None, of_parameters,
+        None, None, None,
+    )
 
 
 _library.impl("experts", _experts, "CompositeExplicitAutograd")

@@ -218,6 +218,70 @@ def test_a_block_with_other_tensors_is_refused(change, named):
         layer(x)
 
 
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_layer_compiles_as_one_graph(backend, grad):
+    """Twice, with its block alive, whose changes are seen at run time."""
+    block = make("qwen2_moe", "Qwen2Moe", "SparseMoeBlock")
+    block.gate.weight.requires_grad_(grad)
+    layer = MoeLayer.from_hf(block, max_tokens=64)
+    x = torch.randn(1, T, H)
+    with torch.no_grad():
+        expected = layer(x)
+    with torch.set_grad_enabled(grad):
+        for _ in range(2):
+            torch._dynamo.reset()
+            compiled = torch.compile(layer, backend=backend, fullgraph=True)
+            for _ in range(2):
+                out = compiled(x)
+                assert torch.equal(out, expected) and out.requires_grad == grad
+        if grad:
+            with pytest.raises(Unsupported, match="no backward pass"):
+                out.sum().backward()
+        block.gate.weight = torch.nn.Parameter(torch.randn(E, H))
+        with pytest.raises(InvalidArgument, match="gate.weight is another tensor"):
+            compiled(x)
+
+
+@torch.no_grad()
+def test_a_compiled_layer_fills_what_is_given():
+    block = make("olmoe", "Olmoe", "SparseMoeBlock")
+    layer = MoeLayer.from_hf(block, max_tokens=64)
+    x = torch.randn(T, H)
+
+    def given():
+        return torch.zeros(T, H), torch.zeros(T, K, dtype=torch.int32), torch.zeros(T, K)
+
+    def call(out, ids, weights):
+        layer(x, out=out, ids_out=ids, weights_out=weights)
+        return layer(x, ids_out=ids, weights_out=weights) + out
+
+    torch._dynamo.reset()
+    compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
+    for _ in range(2):
+        ours, theirs = given(), given()
+        assert torch.equal(compiled(*ours), call(*theirs))
+        assert all(map(torch.equal, ours, theirs)) and ours[1].any()
+    # Where a gradient is asked for, the graph breaks.
+    with torch.enable_grad():
+        broken = torch.compile(lambda x: layer(x, ids_out=ours[1]), backend="eager")(x.requires_grad_())
+        with pytest.raises(Unsupported, match="no backward pass"):
+            broken.sum().backward()
+
+
+@torch.no_grad()
+def test_many_layers_are_compiled_by_one_function():
+    """More than Dynamo compiles a function anew for."""
+    layers = [MoeLayer.from_hf(make("olmoe", "Olmoe", "SparseMoeBlock"), max_tokens=64) for _ in range(10)]
+    x = torch.randn(T, H)
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x: [layer(x) for layer in layers], backend="eager", fullgraph=True)
+    for out, layer in zip(compiled(x), layers):
+        assert torch.equal(out, layer(x))
+    for layer in layers:
+        assert torch.equal(torch.compile(layer, backend="eager")(x), layer(x))
+
+
 def test_a_layer_outlives_its_block():
     block = make("qwen2_moe", "Qwen2Moe", "SparseMoeBlock")
     x = torch.randn(1, T, H)

@@ -12,7 +12,7 @@ import torch
 
 transformers = pytest.importorskip("transformers", minversion="5.0")
 
-from conftest import in_threads
+from conftest import in_threads, python
 import switchyard
 from reference import SMALL_MODEL
 from switchyard import _check_hf, _hf, _hf_patch
@@ -491,6 +491,41 @@ def test_compiled_code_follows_its_weights(family, name):
     copied.compile(backend="aot_eager", fullgraph=_hf._IN_GRAPHS)
     through_data(copied, 7)
     assert off(ours, eager) < 1e-5 < off(copied, eager)
+
+
+@pytest.mark.skipif(not _hf._IN_GRAPHS, reason="this torch breaks the graph there")
+@pytest.mark.parametrize("family,name", [w[:2] for w in WRAPPED], ids=[w[1] for w in WRAPPED])
+@pytest.mark.parametrize("grad", [False, True])
+def test_compiled_code_refuses_weights_for_one_call(family, name, grad):
+    """Or else it would compute with the module's own."""
+    torch._dynamo.reset()
+    eager, ours = pair(family, name)
+    with torch.set_grad_enabled(grad):
+        compiled = torch.compile(
+            lambda weights: torch.func.functional_call(ours, weights, tuple(ours._its_inputs)), backend="aot_eager"
+        )
+        own = dict(parameters(ours))
+        expected, out = ours(*ours._its_inputs), compiled(own)
+        expected, out = [o[0] if isinstance(o, tuple) else o for o in (expected, out)]
+        assert torch.equal(out, expected)
+        with pytest.raises(switchyard.Unsupported, match="other tensors than it has.*functional_call"):
+            compiled({n: draw(p, 3) for n, p in own.items()})
+
+
+@torch.no_grad()
+def test_export_is_refused():
+    """A program would have the module as a number of this process."""
+    _, ours = pair("gpt_oss", "GptOssExperts")
+    for strict in (False, True):
+        with pytest.raises(Exception, match="torch.export would put GptOssExperts.*experts_implementation='eager'"):
+            torch.export.export(ours, tuple(ours._its_inputs), strict=strict)
+
+
+def test_processes_have_numbers_of_their_own():
+    """Or else a saved program would run another model's experts."""
+    script = "from switchyard import _handle; print(_handle.next_number())"
+    numbers = [int(python("-c", script).stdout) for _ in range(3)]
+    assert len(set(numbers)) == 3 and min(numbers) > 2**40 and max(numbers) < 2**63
 
 
 def test_a_gradient_of_weights_alone_is_refused():
