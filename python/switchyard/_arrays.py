@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
+from collections.abc import Callable
 from typing import Any, NoReturn, TypeVar
 
 from . import _abi
@@ -235,14 +236,33 @@ def refuse_gradient(*arrays: Any) -> None:
         refuse_backward()
 
 
+def is_transforming() -> Callable[[], bool]:
+    """What tells whether a transform of torch.func or torch.vmap is under way, cheaply. torch is imported."""
+    torch = sys.modules["torch"]
+    active: Callable[[], bool] | None = getattr(torch._C, "_are_functorch_transforms_active", None)
+    return active or (lambda: torch._C._functorch.maybe_current_level() is not None)
+
+
+def refuse_transformed(name: str, array: Any) -> None:
+    """Raise `Unsupported` for a tensor of torch.func or torch.vmap, which stands for others."""
+    if not is_torch(array):
+        return
+    torch = sys.modules["torch"]
+    if is_transforming()() and torch._C._functorch.is_functorch_wrapped_tensor(array):
+        raise Unsupported(
+            f"{name} is a tensor of a transform (torch.vmap, torch.func.grad, jvp), which the library does not see "
+            "through; call it outside of the transform, with all tokens in one tensor"
+        )
+
+
 def refuse_untracked(name: str, array: Any, write: bool = False) -> None:
     """Refuse a tensor where torch follows what happens to it, which the library would not tell.
 
     Raises
     ------
     Unsupported
-        If it is written and its gradient may be asked for, if it carries a tangent of forward-mode differentiation, or
-        while torch.jit traces.
+        If it is written and its gradient may be asked for, if it carries a tangent of forward-mode differentiation, if it
+        is a tensor of a transform, or while torch.jit traces.
     """
     torch = sys.modules["torch"]
     if write and array.requires_grad and torch.is_grad_enabled():
@@ -250,6 +270,7 @@ def refuse_untracked(name: str, array: Any, write: bool = False) -> None:
             f"{name} requires a gradient, which would be wrong after it was written; pass {name}.detach(), or call "
             "under torch.no_grad()"
         )
+    refuse_transformed(name, array)
     forward_ad = torch.autograd.forward_ad
     if getattr(forward_ad, "_current_level", -1) >= 0 and forward_ad.unpack_dual(array).tangent is not None:
         raise Unsupported(
@@ -257,7 +278,7 @@ def refuse_untracked(name: str, array: Any, write: bool = False) -> None:
             "another implementation"
         )
     if torch.jit.is_tracing():
-        raise Unsupported(f"torch.jit traces, and would not see what happens to {name}; use torch.export or torch.compile")
+        raise Unsupported(f"torch.jit traces, and would not see what happens to {name}; use torch.compile")
 
 
 def _describe_numpy(name: str, array: Any, write: bool, packed: bool) -> tuple[_abi.Tensor, Any]:

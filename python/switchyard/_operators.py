@@ -29,7 +29,7 @@ def _layout(name: str, layout: Any) -> _abi.RowLayout:
     kind, size = (layout, 0) if isinstance(layout, str) else (None, None)
     if isinstance(layout, (tuple, list)) and len(layout) == 2:
         kind, size = layout
-    if kind not in _LAYOUTS or (kind == "packed") != (size == 0):
+    if kind not in _LAYOUTS or (kind == "packed") != (size == 0 and not _values.is_flag(size)):
         raise InvalidArgument(
             f"{name} is {layout!r}; use 'packed', ('blocked', rows of a block) or ('padded', rows of "
             "an expert)"

@@ -29,11 +29,13 @@ _is_grad_enabled: Any = None
 _empty_like: Any = None
 _raw_stream: Any = None
 _increment_version: Any = None
+_forward_ad: Any = None
+_is_transforming: Any = None
 
 
 def _use_torch() -> None:
     global _torch, _Tensor, _is_compiling, _is_dynamo_compiling, _is_grad_enabled, _empty_like, _raw_stream
-    global _increment_version, _is_tracing
+    global _increment_version, _is_tracing, _forward_ad, _is_transforming
     if _torch is not None:
         return
     import torch
@@ -47,11 +49,27 @@ def _use_torch() -> None:
     _empty_like = torch.empty_like
     # torch.autograd.graph.increment_version() without its checks of types.
     _increment_version = getattr(torch._C, "_increment_version", torch.autograd.graph.increment_version)
+    _forward_ad = torch.autograd.forward_ad
+    _is_transforming = _arrays.is_transforming()
     # Not in builds without CUDA, which have no tensors on GPUs either.
     _raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
     from . import _torch as operators
 
     _torch = operators
+
+
+def _are_plain(x: Any, topk_ids: Any, topk_weights: Any, out: Any) -> bool:
+    """Whether the memory of tensors is all that torch knows of them: no view that is negated, no tangent, no level of
+    torch.func. Ways that pass addresses without a description ask first; descriptions say what is wrong. Only complex
+    tensors are conjugated, and none is taken."""
+    return not (
+        x.is_neg()
+        or topk_ids.is_neg()
+        or topk_weights.is_neg()
+        or out.is_neg()
+        or _forward_ad._current_level >= 0
+        or _is_transforming()
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -299,15 +317,16 @@ class Handle(Reader):
         are passed.
         """
         seen = (
-            x.shape, x.stride(), x.dtype, x.device,
-            x.is_neg() or topk_weights.is_neg() or out.is_neg(), topk_ids.shape, topk_ids.stride(),
-            topk_ids.dtype, topk_ids.device, topk_weights.stride(), topk_weights.shape,
+            x.shape, x.stride(), x.dtype, x.device, topk_ids.shape, topk_ids.stride(), topk_ids.dtype,
+            topk_ids.device, topk_weights.stride(), topk_weights.shape,
             topk_weights.dtype, topk_weights.device, out.shape, out.stride(), out.dtype, out.device,
             max_tokens_per_rank,
         )
         more = {"max_tokens_per_rank": max_tokens_per_rank}
         with self._lock:
-            if self._in_call:
+            # True == 1, but is no number of tokens.
+            usual = type(max_tokens_per_rank) is int and _are_plain(x, topk_ids, topk_weights, out)
+            if self._in_call or not usual:
                 self._run(x, topk_ids, topk_weights, out, **more)
                 return
             self._in_call = True
@@ -318,8 +337,6 @@ class Handle(Reader):
                     self._remember(seen, x, topk_ids, topk_weights, out)
                     return
                 # Descriptions look at this, too.
-                _arrays.refuse_untracked("x", x)
-                _arrays.refuse_untracked("topk_weights", topk_weights)
                 _arrays.refuse_untracked("out", out, write=True)
                 self._see_changes(x)
                 a, b, c, d = self._slots
@@ -416,7 +433,7 @@ class Handle(Reader):
             and not _is_tracing()
             and self._fast is not None
             and x_scale is None
-            and not accumulate
+            and accumulate is False
             and scale == 1.0
             and not _is_grad_enabled()
             and (done := self._call_again(x, topk_ids, topk_weights, out, max_tokens_per_rank)) is not None
@@ -436,6 +453,10 @@ class Handle(Reader):
             return self._compiled(
                 x, topk_ids, topk_weights, x_scale, out, accumulate, scale, max_tokens_per_rank
             )
+        if _is_transforming():
+            # Before torch would look for its own rules of transforms.
+            for name, array in (("x", x), ("topk_ids", topk_ids), ("topk_weights", topk_weights), ("out", out)):
+                _arrays.refuse_transformed(name, array)
         if _is_grad_enabled() and (
             x.requires_grad
             or getattr(topk_weights, "requires_grad", False)
@@ -484,6 +505,7 @@ class Handle(Reader):
                     and x.device == device
                     and x.is_contiguous()
                     and self._call.max_tokens_per_rank == max_tokens_per_rank
+                    and type(max_tokens_per_rank) is int
                     and topk_ids.shape == ids_shape
                     and topk_ids.dtype is ids_dtype
                     and topk_ids.device == device
@@ -505,6 +527,8 @@ class Handle(Reader):
                 ):
                     result = out
                 else:
+                    return None
+                if not _are_plain(x, topk_ids, topk_weights, result):
                     return None
                 for tensor, address, _ in self._places:
                     if tensor.data_ptr() != address:

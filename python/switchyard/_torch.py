@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ._arrays import refuse_backward
+from ._arrays import refuse_backward, refuse_transformed
 from ._handle import live
 from .errors import InvalidArgument
 
@@ -28,6 +28,9 @@ def apply_without_backward(run: Any, *tensors: torch.Tensor) -> torch.Tensor:
     """run(), whose output says that it depends on `tensors`, and fails where their gradient is asked for."""
     if not torch.is_grad_enabled() or not any(getattr(tensor, "requires_grad", False) for tensor in tensors):
         return run()
+    for tensor in tensors:
+        # Before torch would look for its own rules of transforms.
+        refuse_transformed("an input", tensor)
 
     def without_gradient() -> torch.Tensor:
         with torch.no_grad():

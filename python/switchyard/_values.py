@@ -28,8 +28,10 @@ def refuse(message: str) -> NoReturn:
 
 
 def integer(name: str, value: Any, low: int = -(2**63), high: int = 2**63 - 1) -> int:
-    """A whole number in a range."""
+    """A whole number in a range, which a flag is not."""
     try:
+        if is_flag(value):
+            raise TypeError
         number = operator.index(value)
     except TypeError:
         refuse(f"{name} is {value!r}; use a whole number")

@@ -61,6 +61,8 @@ def weights_of(
         tensor = described(name, array, 3)
         return _arrays.transpose(tensor) if transposed else tensor
 
+    if both and order != "gate_up":
+        raise InvalidArgument(f"order is {order!r}, but w13 is (gate, up), which says which is which; leave it out")
     if both and form is not None:
         raise Unsupported("w13 as (gate, up) with scales is not there yet; pass one array")
     down = matrix("w2", w2)

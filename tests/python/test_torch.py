@@ -183,6 +183,68 @@ def test_forward_mode_and_traces_are_refused(layer):
                 torch.jit.trace(lambda x: layer(x, ids, weights), (x,))
 
 
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("given", [False, True])
+def test_calls_like_the_one_before_look_at_what_torch_knows(layer, grad, given):
+    """All four tensors of both short ways."""
+    x, (ids, weights) = torch.randn(T, H), routing(T, E, K)
+    tensors = {"x": x, "topk_ids": ids, "topk_weights": weights} | ({"out": torch.empty_like(x)} if given else {})
+
+    def call(**other):
+        return layer(**tensors | other)
+
+    forward_ad = torch.autograd.forward_ad
+    with torch.set_grad_enabled(grad):
+        expected = call().clone()
+        for name, tensor in tensors.items():
+            assert torch.equal(call(), expected)
+            with pytest.raises(switchyard.InvalidArgument, match=f"{name} is a negated view"):
+                call(**{name: torch._neg_view(tensor)})
+            if tensor.is_floating_point():
+                assert torch.equal(call(), expected)
+                with forward_ad.dual_level():
+                    dual = forward_ad.make_dual(tensor, torch.ones_like(tensor))
+                    with pytest.raises(switchyard.Unsupported, match=f"{name} has a tangent"):
+                        call(**{name: dual})
+                    assert torch.equal(call(), expected)
+            for transform in (torch.vmap, torch.func.vmap):
+                assert torch.equal(call(), expected)
+                with pytest.raises(switchyard.Unsupported, match=f"{name} is a tensor of a transform"):
+                    transform(lambda each: call(**{name: each}))(torch.stack([tensor, tensor]))
+        with pytest.raises(switchyard.Unsupported, match="x is a tensor of a transform"):
+            torch.func.grad(lambda x: call(x=x).sum())(x)
+
+
+def test_flags_are_no_numbers(layer):
+    x, r = torch.randn(T, H), routing(T, E, K)
+    for grad in (True, False):
+        with torch.set_grad_enabled(grad):
+            layer(x[:1], *(t[:1] for t in r), max_tokens_per_rank=1)
+            with pytest.raises(switchyard.InvalidArgument, match="max_tokens_per_rank is True"):
+                layer(x[:1], *(t[:1] for t in r), max_tokens_per_rank=True)
+            for wrong in (False, 0.0):
+                layer(x, *r)
+                with pytest.raises(switchyard.InvalidArgument, match=f"max_tokens_per_rank is {wrong}"):
+                    layer(x, *r, max_tokens_per_rank=wrong)
+            layer(x, *r)
+            with pytest.raises(switchyard.InvalidArgument, match="accumulate is 0"):
+                layer(x, *r, accumulate=0)
+    with pytest.raises(switchyard.InvalidArgument, match="top_k is True"):
+        Experts(torch.zeros(E, 2 * I, H), torch.zeros(E, H, I), top_k=True)
+    for wrong in (("padded", True), ("packed", False)):
+        with pytest.raises(switchyard.InvalidArgument, match="layout is"):
+            switchyard.permute(r[0], E, wrong)
+        with pytest.raises(switchyard.InvalidArgument, match="layout is"):
+            switchyard.GroupedGemm(torch.randn(E, I, H))(x, torch.full((E,), T), layout=wrong)
+
+
+@pytest.mark.parametrize("order", ["up_gate", "interleaved"])
+def test_an_order_of_two_arrays_is_refused(order):
+    gate, up = torch.randn(2, E, I, H)
+    with pytest.raises(switchyard.InvalidArgument, match=f"order is '{order}', but w13 is .gate, up."):
+        Experts((gate, up), torch.randn(E, H, I), top_k=K, order=order)
+
+
 def test_a_gradient_of_the_weights_is_refused():
     w13 = torch.nn.Parameter(torch.randn(E, 2 * I, H))
     layer = Experts(w13, torch.randn(E, H, I), top_k=K)
