@@ -6,11 +6,12 @@ import sys
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from . import _arrays
 from ._handle import in_child
+from .errors import InvalidArgument
 
 _CACHED_LAYERS = 512
 # Layers and operators, and what their small arrays were like.
@@ -60,6 +61,31 @@ def find(key: Any, small: Sequence[Any], fits: Callable[[Any], bool]) -> Any:
         except KeyError:  # garbage was collected just now, and one of its arrays with it
             pass
         return made
+
+
+def _hashable(value: Any) -> Any:
+    # What compares equal may differ in type, and an option takes 1 but neither True nor 1.0.
+    if isinstance(value, (tuple, list)):
+        return tuple(map(_hashable, value))
+    return type(value), value
+
+
+def options_key(options: Iterable[tuple[str, Any]]) -> tuple[Any, ...]:
+    """Options by name as part of a key. A list counts as a tuple: whoever makes the object says what is wrong with it."""
+    found = tuple((name, _hashable(value)) for name, value in options)
+    try:
+        hash(found)
+    except TypeError:
+        for name, value in found:
+            try:
+                hash(value)
+            except TypeError as error:
+                given = dict(options)[name]
+                raise InvalidArgument(
+                    f"{name} is {given!r}, which is no value of an option ({error}); pass numbers, texts, tuples of "
+                    "them, or an option's own class"
+                ) from None
+    return found
 
 
 def _state(array: Any) -> Any:

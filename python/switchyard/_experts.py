@@ -376,10 +376,8 @@ def cached(w13: Any, w2: Any, *, top_k: int, tokens: int, **options: Any) -> Exp
     """The layer of these weights; a new one where `tokens` are more than that takes."""
     names = ("w13_scale", "w2_scale", "w13_zero", "w2_zero", "w13_bias", "w2_bias", "correction_bias")
     small: list[Any] = [options.get(name) for name in names]
-    rest = tuple(
-        (name, tuple(value) if isinstance(value, list) else value)
-        for name, value in sorted(options.items())
-        if name not in (*names, "max_tokens")
+    rest = _cache.options_key(
+        [(name, value) for name, value in sorted(options.items()) if name not in (*names, "max_tokens")]
     )
     large = w13 if isinstance(w13, tuple) else (w13,)
     key = (

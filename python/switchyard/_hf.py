@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from . import _probe
+from . import _arrays, _probe
 from . import _torch as _torch_operators  # noqa: F401  # registers the operators
 from ._activation import Activation
 from ._experts import Experts, workspace_for
@@ -25,6 +25,7 @@ from ._world import World
 from .errors import DTypeMismatch, InvalidArgument, Unsupported
 
 _LEAST_TOKENS = 1024
+_is_transforming = _arrays.is_transforming()
 # The newest transformers whose classes were all run beside eager: see results/check_hf.json.
 _NEWEST_CHECKED = (5, 24)
 
@@ -474,6 +475,12 @@ def _run_now(
     find: _Finder,
     patched: object,
 ) -> torch.Tensor:
+    # Sizes are tensors while torch.jit traces, and a layer that is made within a transform would be of its level.
+    if torch.jit.is_tracing():
+        _arrays.refuse_untracked("hidden_states", x)
+    if _is_transforming():
+        for name, tensor in (("hidden_states", x), ("top_k_index", ids), ("top_k_weights", weights)):
+            _arrays.refuse_transformed(name, tensor)
     made = _layer_of(module, x.shape[0], ids.shape[1], find, patched)
     return made.layer(x, ids, weights)
 

@@ -12,7 +12,7 @@ from typing import Any, Literal, Union
 from . import _abi, _arrays, _four_bit, _values
 from ._activation import Activation, require_activation
 from ._arrays import Array, Kept
-from ._cache import find, fingerprint, remember
+from ._cache import find, fingerprint, options_key, remember
 from ._four_bit import WeightFormat
 from ._handle import Reader
 from ._library import check, library
@@ -87,7 +87,8 @@ class GroupedSchedule:
         for name in ("tile_rows", "stages", "band", "splits"):
             value = getattr(self, name)
             # 0 is the rule to the C interface, which has 32 bits.
-            if value is not None and not (isinstance(value, Integral) and 1 <= value < 2**31):
+            known = isinstance(value, Integral) and not _values.is_flag(value)
+            if value is not None and not (known and 1 <= value < 2**31):
                 raise InvalidArgument(f"{name} is {value!r}; use 1 or more, or None for the rule")
         if self.paired not in (None, True, False):
             raise InvalidArgument(f"paired is {self.paired!r}; use True, False, or None for the rule")
@@ -428,7 +429,7 @@ def grouped_gemm(
 def _cached(rows: int, w: Any, bias: Any, w_scale: Any, w_zero: Any, **options: Any) -> GroupedGemm:
     names, small = ("bias", "w_scale", "w_zero"), (bias, w_scale, w_zero)
     arrays = (w, *small)
-    key = ("grouped_gemm", *map(fingerprint, ("w", *names), arrays), tuple(options.items()))
+    key = ("grouped_gemm", *map(fingerprint, ("w", *names), arrays), options_key(options.items()))
     gemm = find(key, small, lambda made: rows <= made.max_rows)
     if gemm is None:
         most = max(65536, 1 << (rows - 1).bit_length())

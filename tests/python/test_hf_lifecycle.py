@@ -521,6 +521,23 @@ def test_export_is_refused():
             torch.export.export(ours, tuple(ours._its_inputs), strict=strict)
 
 
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("made_before", [False, True])
+def test_traces_and_transforms_are_refused(made_before, grad):
+    _, ours = pair("gpt_oss", "GptOssExperts")
+    x, ids, weights = ours._its_inputs
+    with torch.set_grad_enabled(grad):
+        if made_before:
+            ours(x, ids, weights)
+        with pytest.raises(switchyard.Unsupported, match="torch.jit traces"):
+            torch.jit.trace(ours, (x, ids, weights))
+        each = [torch.stack([t, t]) for t in (x, ids, weights)]
+        with pytest.raises(switchyard.Unsupported, match="hidden_states is a tensor of a transform"):
+            torch.vmap(ours)(*each)
+        with pytest.raises(switchyard.Unsupported, match="top_k_weights is a tensor of a transform"):
+            torch.func.grad(lambda weights: ours(x, ids, weights).sum())(weights)
+
+
 def test_processes_have_numbers_of_their_own():
     """Or else a saved program would run another model's experts."""
     script = "from switchyard import _handle; print(_handle.next_number())"

@@ -282,6 +282,40 @@ def test_operators_are_cached_while_their_weights_are(problem):
     assert len(_cache._cache) == before
 
 
+def test_options_of_cached_operators_are_those_of_objects():
+    """Also where they cannot be hashed, or are equal to others of another type."""
+    x, ends = torch.randn(6, 128), torch.tensor([2, 6])
+    w, s = (torch.randn(2, 128, 128) / 8).to(torch.float8_e4m3fn), torch.ones(2, 1, 1)
+    expected = GroupedGemm(w, w_scale=s, block=(128, 128))(x, ends)
+    for block in ((128, 128), [128, 128]):
+        assert torch.equal(grouped_gemm(x, w, ends, w_scale=s, block=block), expected)
+    w13, w2, w13_s = torch.cat([w, w], 1), w.clone(), torch.ones(2, 2, 1)
+    ids, weights = torch.tensor([[0], [1]] * 3), torch.ones(6, 1)
+
+    def of_gemm(**options):
+        return grouped_gemm(x, w, ends, w_scale=s, **options)
+
+    def of_experts(**options):
+        return switchyard.experts(x, w13, w2, ids, weights, w13_scale=w13_s, w2_scale=s, **options)
+
+    for call in (of_gemm, of_experts):
+        call(block=(128, 128))
+        call(block=[128, 128])
+        for block in ((128.0, 128), [[128], 128], {128: 128}, numpy.array([128, 128])):
+            with pytest.raises(switchyard.InvalidArgument, match="block is"):
+                call(block=block)
+        for transposed in (1, [False], {}):
+            with pytest.raises(switchyard.InvalidArgument, match="transposed is"):
+                call(transposed=transposed)
+    for compute in (["f32"], [["f32"]]):
+        with pytest.raises(switchyard.DTypeMismatch, match="f32"):
+            of_gemm(compute=compute)
+    with pytest.raises(switchyard.InvalidArgument, match="compute is {}"):
+        of_gemm(compute={})
+    with pytest.raises(switchyard.InvalidArgument, match="splits is True"):
+        GroupedSchedule(splits=True)
+
+
 def test_schedules(problem):
     """A CPU has one. What they do is tested on GPUs."""
     x, w = problem
