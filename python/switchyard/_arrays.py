@@ -12,7 +12,7 @@ from typing import Any, NoReturn, TypeVar
 
 from . import _abi
 from ._values import count_text
-from .errors import DTypeMismatch, InvalidArgument, ShapeMismatch, Unsupported
+from .errors import DTypeMismatch, InvalidArgument, MissingTensor, ShapeMismatch, Unsupported
 
 # Outputs are of the kind of the inputs: checkers of types then know that a layer of tensors gives tensors.
 Array = TypeVar("Array")
@@ -491,6 +491,15 @@ def require_same_device(name: str, tensor: _abi.Tensor, other_name: str, other: 
         words = ["in host memory" if kind == _abi.CPU else f"on GPU {number}" for kind, number in places]
         raise InvalidArgument(
             f"{name} is {words[0]}, and {other_name} is {words[1]}; move it to the same place"
+        )
+
+
+def require_x_scale(x: _abi.Tensor) -> None:
+    """Refuse FP8 activations without scales, or else the type of an output like x would be blamed."""
+    if x.dtype == _abi.F8_E4M3:
+        raise MissingTensor(
+            f"x is float8_e4m3fn; pass x_scale, too: [{x.shape[0]}, {-(-x.shape[1] // 128)}] in float32, a scale for "
+            "every 128 columns of a row"
         )
 
 

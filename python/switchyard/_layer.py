@@ -399,6 +399,12 @@ class MoeLayer(torch.nn.Module):
             raise InvalidArgument(f"out has strides {out.stride()}; pass a contiguous tensor")
         if token_ids is not None and self._watch is not None:
             raise InvalidArgument("token_ids are given, but no block of from_hf() routes by them; leave them out")
+        if token_ids is not None and token_ids.dtype != torch.int32:
+            # Tokenizers give int64. To see whether the ids fit would wait for a GPU.
+            raise DTypeMismatch(
+                f"token_ids is {_arrays.dtype_name(token_ids.dtype)}; pass token_ids.int(), as int32 holds the ids of "
+                "any vocabulary"
+            )
         if token_ids is not None and tuple(token_ids.shape) != shape[:-1]:
             raise ShapeMismatch(f"token_ids is {tuple(token_ids.shape)}; pass one for each token, {shape[:-1]}")
 

@@ -313,7 +313,7 @@ class GroupedGemm(Reader):
 
         Raises
         ------
-        InvalidArgument, ShapeMismatch, DTypeMismatch, CapacityExceeded
+        InvalidArgument, ShapeMismatch, DTypeMismatch, MissingTensor, CapacityExceeded
             Before anything is written.
         Unsupported
             If a gradient is asked for: there is no backward pass.
@@ -336,6 +336,8 @@ class GroupedGemm(Reader):
         put("x", x)
         if call.x.ndim != 2 or (call.x.shape[1] != self.k):
             raise ShapeMismatch(f"x is {list(_arrays.shape_of(call.x))}; the operator takes [rows, {self.k}]")
+        if x_scale is None:
+            _arrays.require_x_scale(call.x)
         put("index", index)
         if out is None:
             if out_index is not None:

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 from collections.abc import Iterable, Sequence
 from ctypes import byref
-from typing import Any
+from typing import Any, NoReturn
 
 from . import _abi, _arrays, _values
 from ._activation import Activation
@@ -279,6 +279,8 @@ class Handle(Reader):
         self._require_columns(_arrays.shape_of(call.x))
         if x_scale is not None:
             self._require_scales(call.x)
+        else:
+            _arrays.require_x_scale(call.x)
         put("topk_ids", topk_ids)
         put("topk_weights", topk_weights)
         put("out", out, True)
@@ -302,6 +304,13 @@ class Handle(Reader):
         """Or else an `out` that was made like x would be blamed."""
         if len(shape) != 2 or shape[1] != self.hidden:
             raise ShapeMismatch(f"x is {list(shape)}; the layer takes [T, {self.hidden}]")
+
+    def _refuse_no_routing(self, topk_ids: Any) -> NoReturn:
+        name, what = ("topk_ids", "the experts") if topk_ids is None else ("topk_weights", "the weights")
+        raise InvalidArgument(
+            f"{name} is None; pass {what} of each token, [T, {self.top_k}], or logits to from_logits() of a layer that "
+            "was made with routing"
+        )
 
     def _require_scales(self, x: _abi.Tensor) -> None:
         if x.dtype != _abi.F8_E4M3:
@@ -415,7 +424,7 @@ class Handle(Reader):
 
         Raises
         ------
-        InvalidArgument, ShapeMismatch, DTypeMismatch, CapacityExceeded
+        InvalidArgument, ShapeMismatch, DTypeMismatch, MissingTensor, CapacityExceeded
             Before anything is sent.
         Timeout, Aborted
             The layer is dead then; the world lives.
@@ -442,6 +451,8 @@ class Handle(Reader):
         if _torch is None and _arrays.is_torch(x):  # but no weight is
             _use_torch()
         if _torch is None or not isinstance(x, _Tensor):
+            if topk_ids is None or topk_weights is None:
+                self._refuse_no_routing(topk_ids)
             if out is None:
                 out = self._new_out(x, x_scale, accumulate)
             self._run(
@@ -449,6 +460,8 @@ class Handle(Reader):
                 max_tokens_per_rank=max_tokens_per_rank,
             )
             return out
+        if topk_ids is None or topk_weights is None:
+            self._refuse_no_routing(topk_ids)
         if _is_compiling():
             return self._compiled(
                 x, topk_ids, topk_weights, x_scale, out, accumulate, scale, max_tokens_per_rank

@@ -270,6 +270,15 @@ def test_a_compiled_layer_fills_what_is_given():
 
 
 @torch.no_grad()
+def test_token_ids_as_tokenizers_give_them():
+    layer = MoeLayer.from_hf(make("olmoe", "Olmoe", "SparseMoeBlock"), max_tokens=64)
+    # Only layers of checkpoints route by token ids, and these have no watch.
+    layer._watch = None
+    with pytest.raises(DTypeMismatch, match=r"token_ids is int64; pass token_ids.int\(\)"):
+        layer(torch.randn(T, H), token_ids=torch.zeros(T, dtype=torch.int64))
+
+
+@torch.no_grad()
 def test_many_layers_are_compiled_by_one_function():
     """More than Dynamo compiles a function anew for."""
     layers = [MoeLayer.from_hf(make("olmoe", "Olmoe", "SparseMoeBlock"), max_tokens=64) for _ in range(10)]

@@ -215,6 +215,27 @@ def test_calls_like_the_one_before_look_at_what_torch_knows(layer, grad, given):
             torch.func.grad(lambda x: call(x=x).sum())(x)
 
 
+@pytest.mark.parametrize("kind", [torch.Tensor.numpy, lambda tensor: tensor], ids=["numpy", "torch"])
+def test_what_is_missing_is_named(layer, kind):
+    x, ids, weights = map(kind, (torch.randn(T, H), *routing(T, E, K)))
+    for _ in range(2):
+        with pytest.raises(switchyard.InvalidArgument, match="topk_ids is None; pass the experts of each token"):
+            layer(x, None, weights)
+        with pytest.raises(switchyard.InvalidArgument, match="topk_weights is None; pass the weights"):
+            layer(x, ids, None)
+        layer(x, ids, weights)
+
+
+def test_fp8_without_scales_says_what_to_pass(layer):
+    x, r = torch.randn(T, H).to(torch.float8_e4m3fn), routing(T, E, K)
+    gemm = switchyard.GroupedGemm(torch.randn(E, I, H))
+    for out in (None, torch.empty(T, H, dtype=torch.bfloat16)):
+        with pytest.raises(switchyard.MissingTensor, match=r"x is float8_e4m3fn; pass x_scale, too: \[9, 1\]"):
+            layer(x, *r, out=out)
+    with pytest.raises(switchyard.MissingTensor, match="pass x_scale"):
+        gemm(x, torch.full((E,), T))
+
+
 def test_flags_are_no_numbers(layer):
     x, r = torch.randn(T, H), routing(T, E, K)
     for grad in (True, False):
