@@ -215,6 +215,30 @@ def test_calls_like_the_one_before_look_at_what_torch_knows(layer, grad, given):
             torch.func.grad(lambda x: call(x=x).sum())(x)
 
 
+@pytest.mark.parametrize("grad", [False, True])
+def test_what_can_be_called_compiles(grad):
+    """Operators and functions, too, at which a graph may break."""
+    w13, w2, w = torch.randn(E, 2 * I, H) / 8, torch.randn(E, H, I) / 6, torch.randn(E, I, H)
+    layer = Experts(w13, w2, top_k=K, max_tokens=64, routing=switchyard.Routing())
+    gemm = switchyard.GroupedGemm(w)
+    x, (ids, weights), logits = torch.randn(T, H), routing(T, E, K), torch.randn(T, E)
+    ends, rows, places = torch.tensor([1, 2, 3, 4, 5, T]), torch.randn(T * K, H), switchyard.permute(ids, E).positions
+    calls = {
+        "Experts": lambda: layer(x, ids, weights),
+        "from_logits": lambda: layer.from_logits(x, logits),
+        "experts": lambda: switchyard.experts(x, w13, w2, ids, weights),
+        "GroupedGemm": lambda: gemm(x, ends),
+        "grouped_gemm": lambda: switchyard.grouped_gemm(x, w, ends),
+        "permute": lambda: switchyard.permute(ids, E).positions,
+        "unpermute": lambda: switchyard.unpermute(rows, places, weights),
+    }
+    with torch.set_grad_enabled(grad):
+        for name, call in calls.items():
+            compiled = torch.compile(call, backend="eager")
+            for _ in range(2):
+                assert torch.equal(compiled(), call()), name
+
+
 @pytest.mark.parametrize("kind", [torch.Tensor.numpy, lambda tensor: tensor], ids=["numpy", "torch"])
 def test_what_is_missing_is_named(layer, kind):
     x, ids, weights = map(kind, (torch.randn(T, H), *routing(T, E, K)))
