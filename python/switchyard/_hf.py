@@ -549,7 +549,7 @@ def _refuse_others(module: torch.nn.Module, given: list[torch.Tensor]) -> None:
     if len(own) == len(given) and all(map(_is_same, own, given)):
         return
     raise Unsupported(
-        f"compiled code gives {_name(module)} other tensors than it has, as torch.func.functional_call does, and "
+        f"in compiled code {_name(module)} has tensors of others in place of its own, as by torch.func.functional_call, and "
         "Switchyard's layer reads the module's own; assign them to the module (load_state_dict(..., assign=True)), or "
         "call it without torch.compile"
     )
