@@ -261,8 +261,8 @@ def refuse_untracked(name: str, array: Any, write: bool = False) -> None:
     Raises
     ------
     Unsupported
-        If it is written and its gradient may be asked for, if it carries a tangent of forward-mode differentiation, if it
-        is a tensor of a transform, or while torch.jit traces.
+        If it is written and its gradient may be asked for, if it carries a tangent of forward-mode differentiation, if
+        it is a tensor of a transform, or while torch.jit traces.
     """
     torch = sys.modules["torch"]
     if write and array.requires_grad and torch.is_grad_enabled():

@@ -71,7 +71,7 @@ def _hashable(value: Any) -> Any:
 
 
 def options_key(options: Iterable[tuple[str, Any]]) -> tuple[Any, ...]:
-    """Options by name as part of a key. A list counts as a tuple: whoever makes the object says what is wrong with it."""
+    """Options by name as part of a key. A list counts as a tuple: who makes the object says what is wrong."""
     found = tuple((name, _hashable(value)) for name, value in options)
     try:
         hash(found)

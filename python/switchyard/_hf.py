@@ -544,12 +544,12 @@ def _tensors_of(module: torch.nn.Module) -> list[torch.Tensor]:
 
 
 def _refuse_others(module: torch.nn.Module, given: list[torch.Tensor]) -> None:
-    """Refuse tensors that compiled code has in the place of the module's own, with which the layer would not compute."""
+    """Refuse tensors that compiled code has in the place of the module's own: the layer would not compute with them."""
     own = _tensors_of(module)
     if len(own) == len(given) and all(map(_is_same, own, given)):
         return
     raise Unsupported(
-        f"in compiled code {_name(module)} has tensors of others in place of its own, as by torch.func.functional_call, and "
+        f"compiled code was given tensors in place of those of {_name(module)}, as functional_call does it, and "
         "Switchyard's layer reads the module's own; assign them to the module (load_state_dict(..., assign=True)), or "
         "call it without torch.compile"
     )

@@ -328,7 +328,7 @@ class MoeLayer(torch.nn.Module):
         weights_out: torch.Tensor | None,
         out: torch.Tensor | None,
     ) -> torch.Tensor:
-        """As an operator that torch.compile() knows: addresses are read when compiled code runs, not when it is made."""
+        """As an operator that torch.compile() knows: addresses are read when compiled code runs."""
         weights = [w for w in self._weights if w.requires_grad] if torch.is_grad_enabled() else []
         if out is None and ids_out is None and weights_out is None:
             return torch.ops.switchyard.moe_layer(hidden_states, token_ids, weights, self._layer._number)
