@@ -64,7 +64,7 @@ def find(key: Any, small: Sequence[Any], fits: Callable[[Any], bool]) -> Any:
 
 
 def _hashable(value: Any) -> Any:
-    # What compares equal may differ in type, and an option takes 1 but neither True nor 1.0.
+    # Values that compare equal may differ in type: an option takes 1, but neither True nor 1.0.
     if isinstance(value, (tuple, list)):
         return tuple(map(_hashable, value))
     return type(value), value

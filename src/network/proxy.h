@@ -290,7 +290,7 @@ class Proxy final : private Landing {
   };
   std::unordered_map<std::uint64_t, RowsFlight> sending_;
   std::uint64_t next_context_ = kRowsContext;
-  // That a rank is lost or, if it has said goodbye by then, that it is gone.
+  // A rank is suspected to be lost or, if it has said goodbye by then, to be gone.
   struct Suspicion {
     Clock::time_point due;
     std::string why;

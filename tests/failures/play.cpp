@@ -69,7 +69,7 @@ constexpr int kExperts = 16, kTopK = 2, kHidden = 32, kTokens = 12;
 std::atomic<int> exit_code{0};
 void exit_at_once(int) { ::_exit(exit_code.load()); }
 
-// What the victim's program throws, or why it returns.
+// The victim's program throws this, or returns because of it.
 struct Returns {};
 
 ExchangeSpec exchange_spec() {
