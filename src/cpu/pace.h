@@ -49,15 +49,7 @@ class HostPace : public protocol::WaitsAlone {
   void end_wait() const {
     if (view_.record) view_.record->end_wait();
   }
-  // A rank of this host that passes on what others send here has left when its neighbours had ended
-  // all calls that it had. So what they still wait for needs it as much as the sender.
-  int first_gone(int rank) const {
-    if (!view_.record) return -1;
-    if (view_.record->is_gone(view_.name(rank))) return rank;
-    if (remote_ == nullptr || remote_->reaches(rank)) return -1;
-    const int passes_on = remote_->gateway_from(rank);
-    return view_.record->is_gone(view_.name(passes_on)) ? passes_on : -1;
-  }
+  bool is_gone(int rank) const { return view_.record && view_.record->is_gone(view_.name(rank)); }
   std::optional<protocol::WorldRecord::Culprit> behind(int suspect,
                                                        std::uint64_t deadline_ns) const {
     return view_.culprit(suspect, std::chrono::nanoseconds(deadline_ns));

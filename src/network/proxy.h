@@ -65,8 +65,6 @@ class RemoteHeap {
   bool reaches(int rank) const;
   // The rank that takes what goes to this rank's host.
   int gateway_to(int rank) const;
-  // The rank of this host that takes what a rank of another host sends here.
-  int gateway_from(int rank) const;
 
   // Appends as Outbox::append() does, and copies: `payload` may change when it returns. Drops what
   // would go to a rank that has let go of its World.

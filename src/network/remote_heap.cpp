@@ -29,10 +29,6 @@ int RemoteHeap::gateway_to(int rank) const {
   return proxy_->hosts_.gateway(proxy_->rank_, proxy_->hosts_.host_of(rank));
 }
 
-int RemoteHeap::gateway_from(int rank) const {
-  return proxy_->hosts_.gateway(rank, proxy_->hosts_.host_of(proxy_->rank_));
-}
-
 bool RemoteHeap::append(Lane lane, int host, RecordKind kind, std::span<const Target> targets,
                         const void* payload, std::size_t bytes, std::size_t& done) {
   // A rank that has left gives no credits any more. Nobody wanted what it would have passed on, or

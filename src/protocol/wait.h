@@ -160,10 +160,10 @@ class Patience {
     if (heaps.shown != nullptr && !wait.own) store_relaxed(heaps.shown, wait.pack(beat));
     if constexpr (requires { pace.show(wait); }) {
       pace.show(wait);
-      if (const int gone = lack.peer == heaps.rank ? -1 : pace.first_gone(lack.peer); gone >= 0) {
+      if (lack.peer != heaps.rank && pace.is_gone(lack.peer)) {
         // Its last stores may be seen only now, so the next look decides.
-        if (gone_ == gone + 1) return end_by_loss(heaps, epoch, deadline_ns, pace, lack, gone);
-        gone_ = gone + 1;
+        if (gone_ == lack.peer + 1) return end_by_loss(heaps, epoch, deadline_ns, pace, lack);
+        gone_ = lack.peer + 1;
       }
     }
     const auto now = static_cast<std::uint32_t>(pace.now() / kTick);
@@ -234,14 +234,13 @@ class Patience {
   }
 
  private:
-  // Aborts the world because `gone`, a rank that this one waits for, will never do its part. (It
-  // may have ended because it gave up on another.) Returns false if another rank is going to say
-  // so.
+  // Aborts the world because a rank that this one waits for will never do its part. (It may have
+  // ended because it gave up on another.) Returns false if another rank is going to say so.
   template <typename Pace>
   bool end_by_loss(const Heaps& heaps, std::uint64_t epoch, std::uint64_t deadline_ns, Pace& pace,
-                   const Missing& lack, int gone) {
-    const auto behind = pace.behind(gone, deadline_ns);
-    const int lost = behind && behind->rank != heaps.rank ? behind->rank : gone;
+                   const Missing& lack) {
+    const auto behind = pace.behind(lack.peer, deadline_ns);
+    const int lost = behind && behind->rank != heaps.rank ? behind->rank : lack.peer;
     const FailureRecord record{heaps.rank,    lost,          Phase::kLink, epoch,     lack.slot,
                                lack.expected, lack.observed, waited_ + 1,  heaps.rank};
     if (pace.propose(record)) return false;
@@ -273,10 +272,8 @@ class Patience {
 //              heard of for a good part of the deadline, or -1
 //              propose(record), there, too: false if this rank has to end the world itself; else
 //              another rank does soon
-//              show(wait), end_wait(), behind(rank, deadline in ns), where the waiter knows the
-//              world's record: see WorldRecord
-//              first_gone(rank), there, too: this rank, or else the one that passes on what it
-//              sends, if it is gone (see there); -1: neither is
+//              show(wait), end_wait(), is_gone(rank), behind(rank, deadline in ns), where the
+//              waiter knows the world's record: see WorldRecord
 // The deadline counts from the last step that any rank completed. A pass has finitely many steps,
 // so a slow world is waited for, and one in which nothing moves for deadline_ns is not. A rank that
 // was itself stopped for a while cannot judge that time, and does not count it.
