@@ -450,9 +450,9 @@ class Handle(Reader):
             return done
         if _torch is None and _arrays.is_torch(x):  # but no weight is
             _use_torch()
+        if topk_ids is None or topk_weights is None:
+            self._refuse_no_routing(topk_ids)
         if _torch is None or not isinstance(x, _Tensor):
-            if topk_ids is None or topk_weights is None:
-                self._refuse_no_routing(topk_ids)
             if out is None:
                 out = self._new_out(x, x_scale, accumulate)
             self._run(
@@ -460,8 +460,6 @@ class Handle(Reader):
                 max_tokens_per_rank=max_tokens_per_rank,
             )
             return out
-        if topk_ids is None or topk_weights is None:
-            self._refuse_no_routing(topk_ids)
         if _is_compiling():
             return self._compiled(
                 x, topk_ids, topk_weights, x_scale, out, accumulate, scale, max_tokens_per_rank
