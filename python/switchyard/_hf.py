@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from . import _arrays, _probe
-from . import _torch as _torch_operators  # noqa: F401  # registers the operators
+from . import _torch as _torch_operators
 from ._activation import Activation
 from ._experts import Experts, workspace_for
 from ._handle import in_child, next_number
@@ -585,27 +585,13 @@ def _module_experts(
     return out
 
 
-def _remember_inputs(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    x, _, topk_weights, tensors, _ = inputs
-    ctx.save_for_backward(x, topk_weights, *tensors)
-
-
-def _backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
-    x, topk_weights, *tensors = ctx.saved_tensors
-    of_tensors = [_torch_operators.missing_gradient(gradient, tensor) for tensor in tensors]
-    of_x, of_weights = (_torch_operators.missing_gradient(gradient, tensor) for tensor in (x, topk_weights))
-    return of_x, None, of_weights, of_tensors, None
-
-
 _operator.impl("module_experts", _module_experts, "CompositeExplicitAutograd")
 torch.library.register_fake(
     "switchyard::module_experts",
     lambda x, topk_ids, topk_weights, tensors, module: torch.empty(x.shape, dtype=x.dtype, device=x.device),
     lib=_operator,
 )
-torch.library.register_autograd(
-    "switchyard::module_experts", _backward, setup_context=_remember_inputs, lib=_operator
-)
+_torch_operators.register_missing_backward("switchyard::module_experts", (0, 2, 3), _operator)
 
 
 def experts_forward(

@@ -16,7 +16,7 @@ from ._arrays import Kept
 from ._library import check, library
 from ._passes import Handle, Stats
 from ._routing import Routing
-from ._torch import apply_without_backward, layer_of, missing_gradient
+from ._torch import apply_without_backward, layer_of, register_missing_backward
 from ._watch import Watch
 from ._weights import weights_of
 from ._workspace import Workspace, choose_memory, world_of
@@ -491,16 +491,6 @@ def _moe_layer_out(
         _module_of(layer)._now(x, token_ids, ids_out, weights_out, out)
 
 
-def _remember_inputs(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    x, _, weights, _ = inputs
-    ctx.save_for_backward(x, *weights)
-
-
-def _backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
-    x, *weights = ctx.saved_tensors
-    return missing_gradient(gradient, x), None, [missing_gradient(gradient, w) for w in weights], None
-
-
 _operator.impl("moe_layer", _moe_layer, "CompositeExplicitAutograd")
 _operator.impl("moe_layer_out", _moe_layer_out, "CompositeExplicitAutograd")
 torch.library.register_fake(
@@ -509,6 +499,4 @@ torch.library.register_fake(
     lib=_operator,
 )
 torch.library.register_fake("switchyard::moe_layer_out", lambda *arguments: None, lib=_operator)
-torch.library.register_autograd(
-    "switchyard::moe_layer", _backward, setup_context=_remember_inputs, lib=_operator
-)
+register_missing_backward("switchyard::moe_layer", (0, 2), _operator)

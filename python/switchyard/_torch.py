@@ -121,18 +121,24 @@ def missing_gradient(gradient: torch.Tensor, like: torch.Tensor) -> torch.Tensor
     return missing
 
 
-def _remember_inputs(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    x, _, topk_weights, _, parameters, *_ = inputs
-    ctx.save_for_backward(x, topk_weights, *parameters)
+def register_missing_backward(name: str, places: tuple[int, ...], library: torch.library.Library) -> None:
+    """Make an operator's output depend on its inputs at these places, tensors and at last a list of them, for autograd:
+    the gradients that it asks for are missing."""
+    *single, of_list = places
 
+    def remember(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        ctx.save_for_backward(*(inputs[place] for place in single), *inputs[of_list])
+        ctx.inputs = len(inputs)
 
-def _backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
-    x, topk_weights, *parameters = ctx.saved_tensors
-    of_parameters = [missing_gradient(gradient, p) for p in parameters]
-    return (
-        missing_gradient(gradient, x), None, missing_gradient(gradient, topk_weights), None, of_parameters,
-        None, None, None,
-    )
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        missing = [missing_gradient(gradient, tensor) for tensor in ctx.saved_tensors]
+        gradients: list[Any] = [None] * ctx.inputs
+        for place, of_tensor in zip(single, missing):
+            gradients[place] = of_tensor
+        gradients[of_list] = missing[len(single) :]
+        return tuple(gradients)
+
+    torch.library.register_autograd(name, backward, setup_context=remember, lib=library)
 
 
 _library.impl("experts", _experts, "CompositeExplicitAutograd")
@@ -145,6 +151,4 @@ torch.library.register_fake("switchyard::experts_out", lambda *arguments: None, 
 torch.library.register_fake(
     "switchyard::missing_backward", lambda gradient, like: torch.empty_like(like), lib=_library
 )
-torch.library.register_autograd(
-    "switchyard::experts", _backward, setup_context=_remember_inputs, lib=_library
-)
+register_missing_backward("switchyard::experts", (0, 2, 4), _library)

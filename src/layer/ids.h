@@ -45,9 +45,9 @@ void for_each_id(int num_experts, int its_top_k, const SlotView& given, const Sl
     const std::size_t first = i - i % top_k;
     const bool nothing = exists && weighs_nothing(weights, i);
     for (std::size_t j = first; exists && j < (nothing ? first + top_k : i); ++j) {
-      if (j == i || id_at(given, j) != id) continue;
-      const bool counts = !weighs_nothing(weights, j);
-      if (nothing ? j > i && !counts : !counts) continue;
+      if (id_at(given, j) != id) continue;
+      // A slot that weighs something comes before those that weigh nothing, else the earlier one.
+      if (weighs_nothing(weights, j) != nothing ? !nothing : j >= i) continue;
       if (!nothing) bad(i, id, true);
       exists = false;
     }

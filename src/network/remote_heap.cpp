@@ -32,7 +32,7 @@ int RemoteHeap::gateway_to(int rank) const {
 bool RemoteHeap::append(Lane lane, int host, RecordKind kind, std::span<const Target> targets,
                         const void* payload, std::size_t bytes, std::size_t& done) {
   // A rank that has left gives no credits any more. Nobody wanted what it would have passed on, or
-  // those who do give up because of it.
+  // those who do give up at their deadline.
   if (proxy_->has_departed(proxy_->hosts_.gateway(proxy_->rank_, host))) {
     done = bytes;
     return true;

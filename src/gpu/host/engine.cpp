@@ -788,9 +788,8 @@ std::unique_ptr<LayerEngine> make_engine(const World& world, const LayerSpec& sp
     return make_fused(world, spec, weights, options, std::move(memory));
   }
   // A kernel multiplies experts of one type.
-  return make_shared_beside(world, spec, weights, options, std::move(memory), make_fused, [&] {
-    return no_routing(options.cuda.device, std::max(1, options.max_tokens));
-  });
+  return make_shared_beside(world, spec, weights, options, std::move(memory), make_fused,
+                            [&] { return no_routing(options.cuda.device, options.max_tokens); });
 }
 
 }  // namespace switchyard::gpu
