@@ -205,7 +205,8 @@ struct ForwardInput {
   // topk_ids, and makes bf16 outputs that are not accumulated: Error{kUnsupported} for others.
   // Ranks that promise different numbers wait for each other up to the deadline. Layers with a
   // shared expert, a capacity or weights on the input, and those of which a rank traces or records,
-  // make no use of it.
+  // do not run that kernel. Passes of four-bit experts with few rows for each run the kernel for
+  // low passes (Schedule::low_rows), whatever they take and make.
   int max_tokens_per_rank = 0;
   // kCuda only: a cudaStream_t; null: the default stream. Ranks on one device need streams that do
   // not wait for each other, which the default stream does.

@@ -150,9 +150,9 @@ class FusedExperts:
         rows = slice(self._tp_rank * share, (self._tp_rank + 1) * share)
         made = self._layer_of(module, share, ids.shape[1])
         out = x.new_empty(share, x.shape[1])
-        # Where ranks know each other's numbers of tokens, few tokens have a faster kernel.
+        # Where ranks know each other's numbers of tokens, few tokens have faster kernels.
         known = self._shares_batch and x.dtype is torch.bfloat16
-        most = promised(share, self._tp_size) if known else 0
+        most = promised(share) if known else 0
         made.layer._run_tensors(x[rows], ids[rows], weights[rows], out[: x[rows].shape[0]], most)
         if self._tp_size == 1:
             return out

@@ -46,14 +46,14 @@ NO_EPLB = (
     "a layout of its own: they would be those of other experts. It works with bf16 experts without biases"
 )
 
-# Rows of all ranks together, of passes that have a kernel of their own (docs/decisions/0048).
-MOST_FEW_ROWS = 8
+# Rows of a rank, beyond which no pass has a kernel of its own: docs/decisions/0048, and low passes of docs/decisions/0047.
+MOST_PROMISED_ROWS = 512
 
 
-def promised(most: int, ranks: int) -> int:
+def promised(most: int) -> int:
     """What ranks promise each other that have at most `most` rows each: `max_tokens_per_rank`, or 0 where it would
     change nothing."""
-    return most if most * ranks <= MOST_FEW_ROWS else 0
+    return most if most <= MOST_PROMISED_ROWS else 0
 
 
 @dataclasses.dataclass(frozen=True)

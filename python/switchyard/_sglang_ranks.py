@@ -18,7 +18,7 @@ from sglang.srt.layers.dp_attention import get_dp_global_num_tokens
 from sglang.srt.layers.moe import utils as moe_utils
 from sglang.srt.layers.moe.token_dispatcher.standard import StandardDispatcher
 
-from ._serving import MOST_FEW_ROWS, Options, Ranks, check_passes, promised
+from ._serving import MOST_PROMISED_ROWS, Options, Ranks, check_passes, promised
 from ._values import count_text
 from .errors import Unsupported
 
@@ -78,12 +78,12 @@ def most_rows(x: torch.Tensor, ranks: Ranks | None) -> int:
     SGLang's ranks agree on a step's numbers of rows. Where they replay graphs, all have the same number, that of the
     capture.
     """
-    if ranks is None or x.dtype is not torch.bfloat16 or x.shape[0] > MOST_FEW_ROWS:
+    if ranks is None or x.dtype is not torch.bfloat16 or x.shape[0] > MOST_PROMISED_ROWS:
         return 0
     agreed = get_dp_global_num_tokens()
     if not agreed or len(agreed) != ranks.world.size or agreed[ranks.world.rank] != x.shape[0]:
         return 0
-    return promised(int(max(agreed)), ranks.world.size)
+    return promised(int(max(agreed)))
 
 
 def architecture() -> str | None:

@@ -17,7 +17,7 @@ from vllm.distributed import get_ep_group, get_tp_group
 from vllm.forward_context import get_forward_context, is_forward_context_available
 from vllm.model_executor.layers.fused_moe import modular_kernel
 
-from ._serving import MOST_FEW_ROWS, Ranks, check_passes, promised
+from ._serving import MOST_PROMISED_ROWS, Ranks, check_passes, promised
 from ._vllm_setup import shares_rows
 from .errors import Unsupported
 
@@ -143,7 +143,7 @@ class Rows:
         number, that of the capture.
         """
         rows = [x.shape[0]]
-        if x.dtype is not torch.bfloat16 or rows[0] > MOST_FEW_ROWS:
+        if x.dtype is not torch.bfloat16 or rows[0] > MOST_PROMISED_ROWS:
             return 0
         if self._data_ranks * self.over != self.ranks.world.size:
             return 0
@@ -154,7 +154,7 @@ class Rows:
             rows = agreed.num_tokens_across_dp_cpu.tolist()
             if len(rows) != self._data_ranks or rows[self._data_rank] != x.shape[0]:
                 return 0
-        return promised(-(-max(rows) // self.over), self.ranks.world.size)
+        return promised(-(-max(rows) // self.over))
 
 
 # Where data-parallel ranks agree on a step's form, before its first layer: vLLM's two runners. It waits for all of

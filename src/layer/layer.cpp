@@ -31,6 +31,12 @@ void check_schedule(const Schedule& schedule) {
     refuse(fmt::format("schedule.small_tokens is {}; use 0 for none, or at most {}",
                        *schedule.small_tokens, kMostSmallTokens));
   }
+  if (schedule.low_rows && *schedule.low_rows < 0) {
+    refuse(
+        fmt::format("schedule.low_rows is {}; use a number of rows per expert, or 0 for no low "
+                    "pass",
+                    *schedule.low_rows));
+  }
   if (schedule.paired_rows && *schedule.paired_rows < -1) {
     refuse(
         fmt::format("schedule.paired_rows is {}; use a number of rows per expert, 0 for pairs "

@@ -9,6 +9,7 @@
 #include "layer/call.h"
 #include "layer/compute.h"
 #include "layer/pass_memory.h"
+#include "protocol/heap.h"
 
 namespace switchyard {
 namespace {
@@ -85,7 +86,10 @@ class SharedBeside final : public LayerEngine {
     // Before anything is sent; neither layer knows what the other's part of the call needs.
     check_call(spec_, weights_, options_.max_tokens, world_.rank(), input, output, compute_);
     ForwardInput of_routed = input;
-    of_routed.max_tokens_per_rank = 0;  // of no use to layers with a shared expert
+    // The kernel for few tokens is not for layers with a shared expert.
+    if (input.max_tokens_per_rank * world_.size() <= protocol::kMostFewRows) {
+      of_routed.max_tokens_per_rank = 0;
+    }
     routed_->forward(of_routed, output);
     const auto tokens = static_cast<std::size_t>(input.activations.rows);
     if (tokens == 0) return;

@@ -1,6 +1,9 @@
 // Four-bit experts over ranks on GPUs. Where there are fewer GPUs than ranks, ranks share them.
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <utility>
+
 #include "support/accuracy.h"
 #include "support/device_ranks.h"
 #include "support/fp8.h"
@@ -49,6 +52,29 @@ TEST_P(FourBitsOnRanks, TheSameBitsHoweverMany) {
       const BatchResult many = run_on_gpus(spec, w, batch, shares, DType::kBF16);
       EXPECT_EQ(many.ids, one.ids);
       EXPECT_TRUE(many.output == one.output);
+    }
+  }
+}
+
+// Where ranks promise how many tokens they have, passes of few rows per expert run the kernel for
+// low ones, on GPUs of their own. Its bits are those of other kernels, and a rank without tokens
+// runs one.
+TEST_P(FourBitsOnRanks, LowPasses) {
+  const LayerSpec spec = spec_of(608, 352, 96, 4);
+  const MoeWeights w = make_weights(spec, GetParam());
+  for (const double beta : {1.0, 0.2}) {
+    for (const auto& [first, second] : {std::pair{90, 110}, {120, 0}, {3, 120}}) {
+      SCOPED_TRACE(::testing::Message()
+                   << "beta " << beta << ", ranks of " << first << " and " << second << " tokens");
+      const Shares shares = Shares::of({first, second});
+      const Batch batch = routed(spec, first + second, beta);
+      const AdjustCall promise = [most = std::max(first, second)](ForwardInput& input,
+                                                                  ForwardOutput&, std::size_t) {
+        input.max_tokens_per_rank = most;
+      };
+      const BatchResult low = run_on_gpus(spec, w, batch, shares, DType::kBF16, 20, {}, promise);
+      expect_accurate(spec, w, batch, low);
+      EXPECT_TRUE(run_on_gpus(spec, w, batch, shares, DType::kBF16).output == low.output);
     }
   }
 }

@@ -4,6 +4,7 @@
 
 #include <cmath>
 #include <deque>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -210,6 +211,80 @@ TEST_F(GpuFourBits, NonsenseIsRefused) {
   EXPECT_THAT(message(zeros), HasSubstr("take no zero points"));
 }
 
+// Passes whose routing is given and whose tiles have at most 16 rows have a kernel of their own,
+// and so have small ones among them. Skewed routing gives an expert several such tiles. The bits
+// are those of other kernels, as far as small passes do not cut K.
+TEST_F(GpuFourBits, LowPassesOfEverySkewAndSize) {
+  for (const DType dtype : {kMxfp4, kInt4}) {
+    for (const auto& [hidden, intermediate] :
+         {std::pair{2880, 2880}, {2880, 64}, {256, 2880}, {96, 320}, {32, 32}, {608, 352}}) {
+      for (const bool gated : {true, false}) {
+        LayerSpec spec{
+            .hidden = hidden, .intermediate = intermediate, .num_experts = 12, .top_k = 3};
+        spec.activation.gated = gated;
+        const MoeWeights w = make_weights(spec, dtype);
+        const auto layer_of = [&](std::optional<int> small, int low) {
+          return DeviceLayer(spec, w, 130,
+                             {.cuda = {.schedule = {.small_tokens = small, .low_rows = low}}});
+        };
+        DeviceLayer by_size = layer_of({}, 64), low = layer_of(0, 64), high = layer_of(0, 0);
+        for (const double beta : {1.0, 0.1}) {
+          for (const int tokens : {1, 5, 20, 33, 130}) {
+            SCOPED_TRACE(::testing::Message()
+                         << to_string(dtype) << " " << hidden << " x " << intermediate << " gated "
+                         << gated << " beta " << beta << " T " << tokens);
+            const Batch batch = routed(spec, tokens, beta);
+            const BatchResult result = low.run(batch, DType::kBF16);
+            expect_accurate(spec, w, batch, result);
+            expect_accurate(spec, w, batch, by_size.run(batch, DType::kBF16));
+            EXPECT_TRUE(low.run(batch, DType::kBF16).output == result.output) << "repeated";
+            EXPECT_TRUE(high.run(batch, DType::kBF16).output == result.output) << "high tiles";
+            if (HasFailure()) return;
+          }
+        }
+      }
+    }
+  }
+}
+
+// A low pass between other passes of the layer, in inputs and outputs of every type.
+TEST_F(GpuFourBits, LowPassesAmongOthers) {
+  const LayerSpec spec = without_shared({.num_experts = 40, .top_k = 4});
+  const MoeWeights w = make_weights(spec, kMxfp4);
+  DeviceLayer layer(spec, w, 2000);
+  for (const DType input : {DType::kBF16, DType::kF16, DType::kF32}) {
+    for (const DType output : {DType::kBF16, DType::kF16, DType::kF32}) {
+      for (const int tokens : {2, 100, 2000, 160, 161, 40}) {
+        SCOPED_TRACE(::testing::Message()
+                     << tokens << " tokens, " << to_string(input) << " to " << to_string(output));
+        const Batch batch = routed(spec, tokens, 0.3, input);
+        expect_accurate(spec, w, batch, layer.run(batch, output));
+        if (HasFailure()) return;
+      }
+    }
+  }
+}
+
+TEST_F(GpuFourBits, LowPassesWithBiasesClampsAndWeightsOnInput) {
+  for (const DType dtype : {kMxfp4, kInt4}) {
+    for (const bool on_input : {true, false}) {
+      LayerSpec spec = without_shared({.num_experts = 24, .top_k = 4});
+      spec.expert_bias = true;
+      spec.weight_on_input = on_input;
+      spec.activation.alpha = 1.702f;
+      spec.activation.limit = 1;
+      spec.activation.up_bias = 1;
+      const MoeWeights w = make_weights(spec, dtype);
+      DeviceLayer layer(spec, w, 60);
+      const Batch batch = routed(spec, 60, 0.6);
+      expect_accurate(spec, w, batch, layer.run(batch, DType::kBF16));
+      // The same of weights that are bound anew.
+      layer.layer().rebind(w);
+      expect_accurate(spec, w, batch, layer.run(batch, DType::kBF16));
+    }
+  }
+}
+
 // It is of another type, so it is a layer of its own behind that of the routed experts.
 TEST_F(GpuFourBits, ASharedExpertBesideThem) {
   LayerSpec spec = without_shared({.num_experts = 16, .top_k = 4});
@@ -238,7 +313,7 @@ TEST_F(GpuFourBits, TheSameBitsOnEveryRepetition) {
   for (const auto& [dtype, compute] :
        {std::pair{kMxfp4, DType::kBF16}, {kInt4, DType::kBF16}, {kMxfp4, kFp8}}) {
     const MoeWeights w = make_weights(spec, dtype);
-    for (const int tokens : {3, 400}) {
+    for (const int tokens : {3, 60, 400}) {
       DeviceLayer layer(spec, w, tokens, {.compute = compute});
       const Batch batch = routed(spec, tokens, 0.5);
       const BatchResult first = layer.run(batch, DType::kBF16);

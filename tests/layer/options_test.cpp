@@ -50,6 +50,7 @@ TEST_F(LayerOptionsTest, ValuesOutOfRange) {
     refused({.compute = DType::kU8}, "bf16, f32 or f8_e4m3");
     refused({.cuda = {.schedule = {.small_tokens = 33}}}, "schedule.small_tokens is 33");
     refused({.cuda = {.schedule = {.paired_rows = -2}}}, "schedule.paired_rows is -2");
+    refused({.cuda = {.schedule = {.low_rows = -1}}}, "schedule.low_rows is -1");
     refused({.cuda = {.schedule = {.lag = 0}}}, "schedule.lag is 0");
     refused({.cuda = {.schedule = {.band = 3}}}, "schedule.band is 3");
     refused({.cuda = {.schedule = {.band = 128}}}, "schedule.band is 128");

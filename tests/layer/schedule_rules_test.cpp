@@ -9,7 +9,7 @@ namespace switchyard::gpu {
 namespace {
 
 // OLMoE in bf16 on one GPU.
-LaunchFacts olmoe(std::int64_t tokens) { return {tokens, 64, 8, 1, 32, 6144, true}; }
+LaunchFacts olmoe(std::int64_t tokens) { return {tokens, 64, 8, 1, 32, 6144, true, {}}; }
 
 TEST(ChooseLaunch, ByTheRule) {
   EXPECT_EQ(choose_launch({}, olmoe(0)), Launch::kSmall);
@@ -42,6 +42,23 @@ TEST(ChooseLaunch, ByTheCaller) {
   EXPECT_EQ(choose_launch({.paired_rows = 0}, olmoe(32)), Launch::kSmall);
   EXPECT_EQ(choose_launch({.small_tokens = 0, .paired_rows = 0}, olmoe(1)), Launch::kPaired);
   EXPECT_EQ(choose_launch({.paired_rows = -1}, olmoe(1 << 20)), Launch::kSingle);
+}
+
+TEST(ChooseLaunch, LowPassesHaveFewRowsOfEachExpert) {
+  const auto of = [](std::int64_t tokens, const Schedule& schedule = {}) {
+    LaunchFacts facts = olmoe(tokens);
+    facts.low_tokens = tokens;
+    return choose_launch(schedule, facts);
+  };
+  EXPECT_EQ(of(32), Launch::kSmallLow);
+  EXPECT_EQ(of(32, {.low_rows = 0}), Launch::kSmall);
+  EXPECT_EQ(of(32, {.small_tokens = 0}), Launch::kLow);
+  EXPECT_EQ(of(33), Launch::kLow);
+  EXPECT_EQ(of(80), Launch::kLow);  // 10 rows per expert
+  EXPECT_EQ(of(81), Launch::kSingle);
+  EXPECT_EQ(of(33, {.low_rows = 0}), Launch::kSingle);
+  EXPECT_EQ(of(256, {.low_rows = 32}), Launch::kLow);
+  EXPECT_EQ(of(1000, {.paired_rows = 0, .low_rows = 1000}), Launch::kLow);
 }
 
 TEST(Splits, GiveEveryBlockATaskAndAreNotTooLong) {

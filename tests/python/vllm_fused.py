@@ -124,7 +124,7 @@ class Rank:
         """All ranks promised the same number of rows of this step, the greatest, if few have so many."""
         over = runner.routed_experts.rows.over
         most = -(-int(across.max()) // over)
-        known = self.dp * over == self.ranks and most * self.ranks <= 8
+        known = self.dp * over == self.ranks and most <= 512
         assert self._promised == [most if known else 0], (across, over, self._promised)
         self._promised.clear()
 

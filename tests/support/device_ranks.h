@@ -17,10 +17,11 @@
 namespace switchyard::testing {
 
 // A batch in bf16 whose routing is drawn with this balancedness.
-inline Batch routed(const LayerSpec& spec, std::int64_t tokens, double beta) {
+inline Batch routed(const LayerSpec& spec, std::int64_t tokens, double beta,
+                    DType dtype = DType::kBF16) {
   SyntheticRouting routing =
       synthetic_routing(static_cast<int>(tokens), spec.num_experts, spec.top_k, beta, 9);
-  return {Matrix::random(tokens, spec.hidden, DType::kBF16, 17),
+  return {Matrix::random(tokens, spec.hidden, dtype, 17),
           std::move(routing.ids),
           std::move(routing.weights),
           {}};

@@ -78,15 +78,15 @@ __device__ __forceinline__ void add_weighted(float (&sum)[8], const uint4& cell,
 // Combines kCombinedColumns columns of one token in one warp. Lane l has 8 columns from 8 l on
 // (`column`), and 8 from 256 further on. Lane c < cells_per_token holds slot c's weight, 0 for a
 // slot without an expert, whose cells nobody wrote. A slot has a cell for each part of GEMM2's K.
-// With `rehearsal` nothing is loaded or stored.
+// The loads of kAtOnce cells are in flight together. With `rehearsal` nothing is loaded or stored.
 inline constexpr std::uint32_t kCombinedColumns = 512;
+template <std::uint32_t kAtOnce>
 __device__ __forceinline__ void combine_columns(const ModelShape& shape,
                                                 const std::uint16_t* all_cells,
                                                 const OutputCall& call, std::uint32_t token,
                                                 std::uint32_t column, float weight,
                                                 std::uint32_t present, std::uint32_t log2_splits,
                                                 bool rehearsal) {
-  constexpr std::uint32_t kAtOnce = 9;  // cells whose loads are in flight together: 8 and a shared
   constexpr std::uint32_t kGroups = 2, kGroup = kCombinedColumns / kGroups;
   if (rehearsal) present = 0;
   const std::uint32_t cells = static_cast<std::uint32_t>(shape.cells_per_token) << log2_splits;
@@ -204,8 +204,9 @@ __device__ __forceinline__ void combine_task(const Combine<P>& combine, std::uin
     for (std::uint32_t column = (warp & (warps_per_token - 1)) * kCombinedColumns;
          column < static_cast<std::uint32_t>(exchange.shape.hidden);
          column += warps_per_token * kCombinedColumns) {
-      combine_columns(exchange.shape, exchange.layer.cells, combine.call, token, column + 8 * lane,
-                      weight, present, exchange.progress.work.log2_splits, rehearsal);
+      combine_columns<P::kCombinesAtOnce>(exchange.shape, exchange.layer.cells, combine.call, token,
+                                          column + 8 * lane, weight, present,
+                                          exchange.progress.work.log2_splits, rehearsal);
       if (rehearsal) break;
     }
     if (!rehearsal) return;

@@ -118,16 +118,19 @@ class Engine final : public LayerEngine {
   }
   DeviceBuffer upload_places(const ExpertPlacement& placement) const;
   void choose_grid();
-  TileOrder order_of(const Schedule& schedule) const;
+  unsigned choose_low_grid() const;
+  int resident_blocks(LayerKernel kernel, std::uint32_t shared_bytes) const;
+  TileOrder order_of(unsigned blocks, int tile_height) const;
+  void describe_low();
   std::uint64_t patience_ns_for(std::int64_t tokens) const;
   void require_room();
   PassSizes pass_sizes() const;
   bool runs_few_tokens(const ForwardInput& input, const CallParams& call, bool small) const;
+  std::optional<std::int64_t> low_tokens(const ForwardInput& input, const CallParams& call) const;
   bool distributed() const { return world_.size() > 1; }
-  // Describes launches of single blocks or of pairs. Fills `attributes`, to which the result
-  // points.
+  // Describes a launch. Fills `attributes`, to which the result points.
   static constexpr unsigned kMaxAttributes = 3;
-  cudaLaunchConfig_t launch_config(bool paired, cudaLaunchAttribute* attributes,
+  cudaLaunchConfig_t launch_config(Launch launch, cudaLaunchAttribute* attributes,
                                    cudaStream_t stream) const;
   void describe_memory();
   void count_traffic(const std::uint32_t* counters);
@@ -144,6 +147,7 @@ class Engine final : public LayerEngine {
   bool few_over_ranks_ = false;  // all ranks' passes of few tokens may run it
   unsigned grid_ = 0;
   unsigned paired_grid_ = 0;
+  unsigned low_grid_ = 0;  // 0: no pass is low
   struct Weights {
     DeviceFfn routed, shared;
     DeviceGate gate;
@@ -158,15 +162,15 @@ class Engine final : public LayerEngine {
   DeviceBuffer place_of_;  // see RouterParams
   std::shared_ptr<PassMemory> memory_;
   std::optional<PassLayout> layout_;
-  unsigned described_ = 0;   // the memory's version() then
-  DeviceBuffer counts_;      // see LayerParams::stats
-  DeviceBuffer ring_;        // see LayerParams::ring
-  DeviceBuffer block_rows_;  // see ListParams
+  std::optional<unsigned> described_;  // the memory's version() then
+  DeviceBuffer counts_;                // see LayerParams::stats
+  DeviceBuffer ring_;                  // see LayerParams::ring
+  DeviceBuffer block_rows_;            // see ListParams
   // Placements by the step from which they hold, if a recording layer got new ones.
   std::vector<std::pair<std::uint64_t, ExpertPlacement>> placements_;
   std::optional<DeviceTrace> trace_;
   std::unique_ptr<MappedMemory<Failures>> failures_ = std::make_unique<MappedMemory<Failures>>();
-  LayerParams params_{};
+  LayerParams params_{}, low_params_{};
   ForwardStats stats_;
   std::unique_ptr<AbortLink> abort_link_;
   std::unique_ptr<ShownWord> shown_;             // uses the heap and the link
@@ -376,6 +380,7 @@ void Engine::rebind(const MoeWeights& weights, const ExpertPlacement* placement)
   }
   on_device_ = std::move(laid_out);
   describe_weights();
+  described_.reset();
 }
 
 // Freeing memory would wait for the device without a limit. So a thread that can be left behind
@@ -401,18 +406,24 @@ Engine::~Engine() {
   leak(abort_link_);
 }
 
+// Lets the kernel use so much shared memory, and returns how many of its blocks a multiprocessor
+// holds.
+int Engine::resident_blocks(LayerKernel kernel, std::uint32_t shared_bytes) const {
+  const auto* const function = reinterpret_cast<const void*>(kernel);
+  SWITCHYARD_CUDA(cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                       static_cast<int>(shared_bytes)));
+  int blocks = 0;
+  SWITCHYARD_CUDA(cudaOccupancyMaxActiveBlocksPerMultiprocessor(
+      &blocks, function, kernel_.shape.threads, shared_bytes));
+  return blocks;
+}
+
 // Takes one block per multiprocessor. All of them must be resident at once.
 void Engine::choose_grid() {
   const DeviceInfo info = device_info(device_);
   int blocks_per_sm = 1;
   for (const LayerKernel kernel : {kernel_.small, kernel_.large}) {
-    const auto* const function = reinterpret_cast<const void*>(kernel);
-    SWITCHYARD_CUDA(cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                         static_cast<int>(kernel_.shape.shared_bytes)));
-    int blocks = 0;
-    SWITCHYARD_CUDA(cudaOccupancyMaxActiveBlocksPerMultiprocessor(
-        &blocks, function, kernel_.shape.threads, kernel_.shape.shared_bytes));
-    blocks_per_sm = std::min(blocks_per_sm, blocks);
+    blocks_per_sm = std::min(blocks_per_sm, resident_blocks(kernel, kernel_.shape.shared_bytes));
   }
   few_kernel_ = few_kernel(few_numbers(policy().numerics), spec_.activation.gated, distributed());
   SWITCHYARD_CUDA(cudaFuncSetAttribute(reinterpret_cast<const void*>(few_kernel_),
@@ -427,11 +438,27 @@ void Engine::choose_grid() {
   grid_ = static_cast<unsigned>(info.num_sms - options_.cuda.reserved_sms);
   // A cluster takes neighbouring multiprocessors, so fewer of them may fit.
   cudaLaunchAttribute attributes[kMaxAttributes]{};
-  const cudaLaunchConfig_t config = launch_config(true, attributes, nullptr);
+  const cudaLaunchConfig_t config = launch_config(Launch::kPaired, attributes, nullptr);
   int clusters = 0;
   SWITCHYARD_CUDA(cudaOccupancyMaxActiveClusters(
       &clusters, reinterpret_cast<const void*>(kernel_.large), &config));
   paired_grid_ = std::min(grid_ / kPair, static_cast<unsigned>(clusters)) * kPair;
+  low_grid_ = choose_low_grid();
+}
+
+// Returns the blocks of low passes. All of them are resident at once, two on each multiprocessor.
+// Spread over more multiprocessors, they would leave none to others.
+unsigned Engine::choose_low_grid() const {
+  const KernelEntry::Low& low = kernel_.low;
+  if (low.large == nullptr || options_.cuda.reserved_sms != 0 || num_places() > kUsualExperts ||
+      spec_.capacity_factor > 0 || spec_.shared_intermediate > 0) {
+    return 0;
+  }
+  int blocks = low.blocks_per_sm;
+  for (const LayerKernel kernel : {low.small, low.large}) {
+    blocks = std::min(blocks, resident_blocks(kernel, low.shared_bytes));
+  }
+  return blocks < low.blocks_per_sm ? 0 : static_cast<unsigned>(low.blocks_per_sm) * grid_;
 }
 
 // Ranks on one device wait for each other, so all of their blocks must find room on it.
@@ -456,11 +483,22 @@ void Engine::require_room() {
   });
 }
 
-TileOrder Engine::order_of(const Schedule& schedule) const {
+TileOrder Engine::order_of(unsigned blocks, int tile_height) const {
   int depth = std::max(1, params_.routed.intermediate);
   if (spec_.shared_intermediate > 0) depth = std::min(depth, params_.shared.intermediate);
-  return tile_order(policy(), schedule, grid_, params_.routed.gemm1_rows, params_.shared.gemm1_rows,
-                    depth);
+  PolicyFacts facts = policy();
+  facts.tile.token_rows.max_height = tile_height;
+  return tile_order(facts, options_.cuda.schedule, blocks, params_.routed.gemm1_rows,
+                    params_.shared.gemm1_rows, depth);
+}
+
+// Makes what low passes see of the layer, whenever anything of it has changed.
+void Engine::describe_low() {
+  if (low_grid_ == 0) return;
+  low_params_ = params_;
+  static_cast<LargeStorage&>(low_params_) = kernel_.low.storage;
+  low_params_.order = order_of(low_grid_, kLowRows);
+  layout_->cut_slots(low_params_);
 }
 
 std::uint64_t Engine::patience_ns_for(std::int64_t tokens) const {
@@ -483,7 +521,10 @@ std::uint64_t Engine::patience_ns_for(std::int64_t tokens) const {
 PassSizes Engine::pass_sizes() const {
   PassSizes sizes;
   sizes.policy = policy();
-  sizes.order = order_of(options_.cuda.schedule);
+  sizes.order = order_of(grid_, policy().tile.max_height());
+  if (low_grid_ != 0) {
+    sizes.low_rows = low_rows_here(options_.cuda.schedule, num_places(), world_.size());
+  }
   sizes.num_ranks = world_.size();
   sizes.num_places = num_places();
   sizes.own_places = params_.local_experts;
@@ -517,10 +558,23 @@ bool Engine::runs_few_tokens(const ForwardInput& input, const CallParams& call, 
   return true;
 }
 
+// See LaunchFacts.
+std::optional<std::int64_t> Engine::low_tokens(const ForwardInput& input,
+                                               const CallParams& call) const {
+  // (A rank without tokens has nothing to route.)
+  if (low_grid_ == 0 || (call.tokens != 0 && (call.given_ids == nullptr || call.gated))) {
+    return std::nullopt;
+  }
+  if (!distributed()) return call.tokens;
+  if (input.max_tokens_per_rank == 0) return std::nullopt;
+  return input.max_tokens_per_rank;
+}
+
 // Describes the memory to kernels: at first, and when its addresses have changed.
 void Engine::describe_memory() {
   layout_->describe(*memory_, params_);
   described_ = memory_->version();
+  describe_low();
 }
 
 void Engine::forward(const ForwardInput& input, const ForwardOutput& output) {
@@ -560,32 +614,32 @@ void Engine::forward(const ForwardInput& input, const ForwardOutput& output) {
   require_aligned("activations", call.x, call.x_stride, call.x_type, x.rows);
   require_aligned("outputs", call.y, call.y_stride, call.y_type, x.rows);
 
+  const bool gives_routing = call.given_ids != nullptr || call.logits != nullptr;
+  call.gated = (on_device_.gate.has_router() && !gives_routing) || spec_.shared_sigmoid_gate;
   const DeviceScope scope(device_);
   const Launch launch =
       choose_launch(options_.cuda.schedule,
                     {x.rows, num_places(), spec_.top_k, world_.size(), policy().small_tokens,
-                     policy().small_logits, paired_grid_ >= kPair});
-  const bool small = launch == Launch::kSmall, pairs = launch == Launch::kPaired;
+                     policy().small_logits, paired_grid_ >= kPair, low_tokens(input, call)});
+  const bool low = is_low(launch), pairs = launch == Launch::kPaired;
+  const bool small = launch == Launch::kSmall || launch == Launch::kSmallLow;
   call.paired = pairs ? 1 : 0;
   const bool overlaps = x.rows > 1 && x.row_stride < spec_.hidden;
   call.converts = x.dtype == DType::kF32 || x.dtype == DType::kF16 ||
                   (!small && overlaps && x.dtype == DType::kBF16);
-  const bool gives_routing = call.given_ids != nullptr || call.logits != nullptr;
-  call.gated = (on_device_.gate.has_router() && !gives_routing) || spec_.shared_sigmoid_gate;
   if (call.gated && !small && x.rows != 0) {
     const bool dense = call.converts || x.rows == 1;
     call.x_map = rows_map(call.converts ? params_.converted : x.data, sizeof(std::uint16_t), x.rows,
                           spec_.hidden, dense ? spec_.hidden : x.row_stride, kGateBoxRows);
   }
   call.patience_ns = patience_ns_for(x.rows);
-  const LayerKernel kernel = small ? kernel_.small : kernel_.large;
   cudaLaunchAttribute attributes[kMaxAttributes]{};
   cudaLaunchConfig_t config =
-      launch_config(pairs, attributes, static_cast<cudaStream_t>(input.stream));
+      launch_config(launch, attributes, static_cast<cudaStream_t>(input.stream));
   if (runs_few_tokens(input, call, small)) {
     const std::int64_t rows = distributed() ? input.max_tokens_per_rank : x.rows;
     FewParams few = few_params(params_, call, on_device_.routed, policy(), rows);
-    config = launch_config(false, attributes, static_cast<cudaStream_t>(input.stream));
+    config = launch_config(Launch::kSmall, attributes, static_cast<cudaStream_t>(input.stream));
     config.blockDim = dim3(kFewThreads);
     config.dynamicSmemBytes =
         few_shared_bytes(few.operand_bytes, few_numbers(policy().numerics), distributed());
@@ -595,13 +649,16 @@ void Engine::forward(const ForwardInput& input, const ForwardOutput& output) {
         cudaLaunchKernelExC(&config, reinterpret_cast<const void*>(few_kernel_), arguments));
     return;
   }
-  void* arguments[] = {&params_, &call};
+  const LayerKernel kernel = low ? (small ? kernel_.low.small : kernel_.low.large)
+                                 : (small ? kernel_.small : kernel_.large);
+  void* arguments[] = {low ? &low_params_ : &params_, &call};
   const LaunchTurn turn;
   SWITCHYARD_CUDA(cudaLaunchKernelExC(&config, reinterpret_cast<const void*>(kernel), arguments));
 }
 
-cudaLaunchConfig_t Engine::launch_config(bool paired, cudaLaunchAttribute* attributes,
+cudaLaunchConfig_t Engine::launch_config(Launch launch, cudaLaunchAttribute* attributes,
                                          cudaStream_t stream) const {
+  const bool paired = launch == Launch::kPaired, low = is_low(launch);
   unsigned count = 0;
   if (paired) {
     attributes[count].id = cudaLaunchAttributeClusterDimension;
@@ -614,9 +671,9 @@ cudaLaunchConfig_t Engine::launch_config(bool paired, cudaLaunchAttribute* attri
   attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attributes[count++].val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config{};
-  config.gridDim = dim3(paired ? std::max(paired_grid_, kPair) : grid_);
+  config.gridDim = dim3(paired ? std::max(paired_grid_, kPair) : low ? low_grid_ : grid_);
   config.blockDim = dim3(static_cast<unsigned>(kernel_.shape.threads));
-  config.dynamicSmemBytes = kernel_.shape.shared_bytes;
+  config.dynamicSmemBytes = low ? kernel_.low.shared_bytes : kernel_.shape.shared_bytes;
   config.stream = stream;
   config.attrs = attributes;
   config.numAttrs = count;

@@ -40,12 +40,15 @@ class Arena {
   std::size_t size_ = 0;
 };
 
-// Returns the most tiles of the tokens of all ranks with so many slots each, over so many experts.
-// Each of two rounds may end in a tile that is not full.
-std::uint32_t most_tiles(const PassSizes& sizes, int experts, int slots_per_token) {
-  const std::int64_t rows = std::int64_t{sizes.max_tokens} * sizes.num_ranks * slots_per_token;
+// The most rows of routed experts on this rank.
+std::int64_t most_rows(const PassSizes& sizes) {
+  return std::int64_t{sizes.max_tokens} * sizes.num_ranks * std::min(sizes.top_k, sizes.own_places);
+}
+// Returns the most tiles of so many rows. Each of two rounds may end in a tile that is not full.
+std::size_t most_tiles(const PassSizes& sizes, std::int64_t rows, int height) {
   const int rounds = sizes.num_ranks > 1 ? 2 : 1;
-  return static_cast<std::uint32_t>(rounds * experts + rows / sizes.policy.tile.max_height());
+  const int shared = sizes.has_shared ? protocol::ceil_div(sizes.max_tokens, height) : 0;
+  return static_cast<std::size_t>(rounds * std::max(1, sizes.own_places) + rows / height + shared);
 }
 
 protocol::Heap::Shape heap_shape(const PassSizes& sizes) {
@@ -98,10 +101,10 @@ PassLayout::PassLayout(const PassSizes& sizes) : sizes_(sizes) {
   const std::size_t slots = tokens * static_cast<std::size_t>(sizes.top_k);
   const auto height = static_cast<std::size_t>(sizes.policy.tile.max_height());
   const Numerics& numerics = sizes.policy.numerics;
-  const std::size_t tiles =
-      most_tiles(sizes, std::max(1, sizes.own_places), std::min(sizes.top_k, sizes.own_places)) +
-      (sizes.has_shared ? protocol::ceil_div(tokens, height) : 0);
-  max_tiles_ = static_cast<std::uint32_t>(tiles);
+  const std::size_t tiles = most_tiles(sizes, most_rows(sizes), static_cast<int>(height));
+  const std::size_t low_tiles =
+      most_tiles(sizes, std::min(most_rows(sizes), sizes.low_rows), kLowRows);
+  max_tiles_ = static_cast<std::uint32_t>(sizes.low_rows == 0 ? tiles : std::max(tiles, low_tiles));
   h_slots_ = static_cast<std::uint32_t>(h_slots(sizes.order, tiles));
   h_stride_ = static_cast<std::uint32_t>(std::max(sizes.intermediate, sizes.shared_intermediate));
 
@@ -180,17 +183,28 @@ void PassLayout::describe(const PassMemory& memory, LayerParams& params) const {
   at(h_scales_, params.h_scales);
   at(quantized_, params.quantized);
   at(quantized_scales_, params.quantized_scales);
+  map_slots(params, kUsualTokenBoxes);
+}
+
+void PassLayout::map_slots(LayerParams& params, const TokenBoxes& boxes) const {
   const auto rows_of = [&](std::uint32_t slots) {
     return std::int64_t{slots} * sizes_.policy.tile.max_height();
   };
   const int element = sizes_.policy.numerics.token_bytes();
-  params.x_maps =
-      token_maps(params.packed, element, rows_of(packed_slots_), sizes_.hidden, sizes_.hidden);
+  params.x_maps = token_maps(params.packed, element, rows_of(packed_slots_), sizes_.hidden,
+                             sizes_.hidden, boxes);
   for (FfnParams* ffn : {&params.routed, &params.shared}) {
     if (ffn->intermediate == 0) continue;
     ffn->h_maps = token_maps(params.h, element, sizes_.policy.hidden_stretch * rows_of(h_slots_),
-                             ffn->intermediate, h_stride_);
+                             ffn->intermediate, h_stride_, boxes);
   }
+}
+
+void PassLayout::cut_slots(LayerParams& params) const {
+  const auto slots = static_cast<std::uint32_t>(sizes_.policy.tile.max_height() / kLowRows);
+  params.h_slots = h_slots_ * slots;
+  params.packed_slots = packed_slots_ * slots;
+  map_slots(params, kLowTokenBoxes);
 }
 
 // --- The memory: first words at fixed places, which are zero when the first pass begins.
@@ -349,6 +363,9 @@ std::shared_ptr<switchyard::PassMemory> make_memory(const World& world,
       sizes.gate_columns = gate_columns(spec);
       sizes.weighs_input = spec.weight_on_input;
       sizes.has_shared = spec.shared_intermediate > 0;
+      if (options.compute == DType::kBF16) {
+        sizes.low_rows = low_rows_here({}, spec.num_experts, world.size());
+      }
       const auto padded = [&](int rows) {
         return protocol::round_up(rows, sizes.policy.alignment());
       };

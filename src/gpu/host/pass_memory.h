@@ -25,6 +25,7 @@ struct PassSizes {
   int intermediate = 0, shared_intermediate = 0;  // as matrices have it; 0: none on this rank
   int top_k = 0, max_tokens = 0, gate_columns = 0;
   bool weighs_input = false, has_shared = false;
+  std::int64_t low_rows = 0;  // the most rows that a low pass has here; 0: there is none
 
   int cells_per_token() const { return top_k + (has_shared ? 1 : 0); }
 };
@@ -52,8 +53,13 @@ class PassLayout {
   const MemoryNeeds& needs() const { return needs_; }
   // Fills in addresses, maps and what they follow from. `params` has its weights already.
   void describe(const PassMemory& memory, LayerParams& params) const;
+  // Makes `params`, which are described, those of low passes: slots are cut into low ones.
+  void cut_slots(LayerParams& params) const;
 
  private:
+  // The maps over packed rows and h, by boxes of so many rows.
+  void map_slots(LayerParams& params, const TokenBoxes& boxes) const;
+
   PassSizes sizes_;
   MemoryNeeds needs_;
   std::uint32_t max_tiles_ = 0, h_slots_ = 0, h_stride_ = 0, x_groups_ = 0, h_groups_ = 0,

@@ -75,9 +75,9 @@ CUtensorMap rows_map(const void* data, int element_bytes, std::int64_t rows, int
 }
 
 TokenMaps token_maps(const std::byte* data, int element_bytes, std::int64_t rows, int columns,
-                     std::int64_t stride) {
-  return {rows_map(data, element_bytes, rows, columns, stride, TokenMaps::kManyRows),
-          rows_map(data, element_bytes, rows, columns, stride, TokenMaps::kFewRows)};
+                     std::int64_t stride, const TokenBoxes& boxes) {
+  return {rows_map(data, element_bytes, rows, columns, stride, static_cast<int>(boxes.many)),
+          rows_map(data, element_bytes, rows, columns, stride, static_cast<int>(boxes.few))};
 }
 
 }  // namespace switchyard::gpu

@@ -29,6 +29,6 @@ WeightMaps weight_maps(const WeightArray& weights, BoxOrder order);
 CUtensorMap rows_map(const void* data, int element_bytes, std::int64_t rows, int columns,
                      std::int64_t stride, int box_rows);
 TokenMaps token_maps(const std::byte* data, int element_bytes, std::int64_t rows, int columns,
-                     std::int64_t stride);
+                     std::int64_t stride, const TokenBoxes& boxes = kUsualTokenBoxes);
 
 }  // namespace switchyard::gpu

@@ -14,7 +14,8 @@ KernelEntry kernel_entry<SWITCHYARD_POLICY, SWITCHYARD_SILU, SWITCHYARD_GATED>()
       {kThreads, static_cast<std::uint32_t>(std::max(kSharedBytes<Small>, kSharedBytes<Large>))},
       facts_of<Large>(),
       usual_storage<Large>(),
-      storage_of_many<Large>()};
+      storage_of_many<Large>(),
+      low_entry<Large, SWITCHYARD_SILU, SWITCHYARD_GATED>()};
 }
 
 }  // namespace switchyard::gpu

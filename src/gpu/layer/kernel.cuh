@@ -23,7 +23,8 @@
 //   2, 3      gather     in small passes instead of these two: loads rows of x in place, and h
 //   4 to 11   math       two warpgroups: matrix instructions over the ring, the epilogue, and
 //                        combine tasks
-// Small passes have a kernel of their own: SmallPass of a policy.
+// Small passes have a kernel of their own: SmallPass of a policy. Passes of four-bit weights whose
+// tiles are all low have two more, LowPass and SmallLowPass, of two blocks on a multiprocessor.
 //
 // Large passes are launched in pairs of blocks. A pair does each task together, with twice the
 // weight rows: the first block's scheduler takes the ticket for both, each block loads its own
@@ -38,9 +39,11 @@
 //   barrier      arrivals that complete a phase                                waited for by
 //   full[s]      weights: 1 arrival + bytes; tokens: 1 arrival + bytes, or     math
 //                in small passes 64 arrivals: copies of x, or one with h's
-//                bytes
+//                bytes. In low passes a task's last group of stages is filled up
+//                with empty ones
 //   empty[s]     8 math warps, of both blocks of a pair, when the products     weights, tokens
-//                that read the stage are done
+//                that read the stage are done; in low passes only that of a
+//                group's last stage
 //   task_full    scheduler                                                     all other roles
 //   demand       weights, a few stages before the end of a GEMM, and tokens    scheduler
 //                or gather, when its rows are there; or twice math, when
@@ -154,7 +157,9 @@ __device__ __forceinline__ void describe_pass(const Pass<P>& pass) {
   static_assert(kTileRows == 1 << kLog2TileRows && kBoxes<P> == 1 << kLog2Boxes);
   state.work.log2_rows = kLog2TileRows + kLog2Boxes + pass.call.paired;
   state.route.tables = pass.routing().tables(kOwnStart<P>);
-  state.route.gate_slices = GateGrid<P>(pass.layer, pass.call.tokens).slices;
+  if constexpr (!P::kGivenRouting) {
+    state.route.gate_slices = GateGrid<P>(pass.layer, pass.call.tokens).slices;
+  }
   state.work.log2_combine_chunk = log2_combine_chunk(pass.call.tokens, gridDim.x, kMathWarps);
 }
 
@@ -236,7 +241,7 @@ __device__ __forceinline__ void pack_first_rows(const Pass<P>& pass) {
 }
 
 template <typename P, bool kSilu, bool kGated>
-__global__ void __launch_bounds__(kThreads, 1)
+__global__ void __launch_bounds__(kThreads, P::kBlocksPerSM)
     layer_kernel(const __grid_constant__ LayerParams layer,
                  const __grid_constant__ CallParams call) {
   extern __shared__ __align__(1024) std::byte shared_memory[];
@@ -296,6 +301,21 @@ __global__ void __launch_bounds__(kThreads, 1)
     if (!planned && !block.pass.life.aborted && threadIdx.x == 0) give_up_pair(pass.life());
     // A block must not leave while the other may still write into its memory.
     pair_sync();
+  }
+}
+
+// The kernels for low passes beside those of a policy for large ones, if there is one.
+template <typename Large, bool kSilu, bool kGated>
+KernelEntry::Low low_entry() {
+  if constexpr (kHasLowPass<Large>) {
+    using Low = LowPass<Large>;
+    using SmallLow = SmallLowPass<Large>;
+    return {layer_kernel<SmallLow, kSilu, kGated>, layer_kernel<Low, kSilu, kGated>,
+            Low::kBlocksPerSM,
+            static_cast<std::uint32_t>(std::max(kSharedBytes<SmallLow>, kSharedBytes<Low>)),
+            usual_storage<Low>()};
+  } else {
+    return {};
   }
 }
 

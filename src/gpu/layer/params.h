@@ -65,10 +65,18 @@ struct KernelShape {
 using LayerKernel = void (*)(LayerParams, CallParams);
 struct KernelEntry {
   LayerKernel small, large;  // for small and large passes
-  KernelShape shape;         // of all kernels
+  KernelShape shape;         // of both
   PolicyFacts policy;        // for large passes
   // For layers with up to kUsualExperts places of experts, and for those with more.
   LargeStorage usual, many;
+  // For passes whose tiles are all low; null where there are none. The storage is of large ones, of
+  // layers with up to kUsualExperts places.
+  struct Low {
+    LayerKernel small, large;
+    int blocks_per_sm;
+    std::uint32_t shared_bytes;
+    LargeStorage storage;
+  } low;
 };
 // kSilu: the activation is SiLU; else LayerParams::form says which it is. Each is defined in an
 // object file of its own.

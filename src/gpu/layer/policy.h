@@ -1,5 +1,5 @@
-// The choices that follow from the type that a layer computes in: a policy for large passes and one
-// for small passes, for the host and for the kernels.
+// The choices that follow from the type that a layer computes in: policies for large, small and low
+// passes, for the host and for the kernels.
 #pragma once
 
 #include <algorithm>
@@ -22,6 +22,11 @@ struct LargePass {
   static constexpr bool kLendsRing = true;  // to tables of many experts
   // True: the kernel is compiled for a world of one rank, whose passes have one round.
   static constexpr bool kOneRank = false;
+  // True: the kernel is compiled for calls that give the routing, and for nothing else.
+  static constexpr bool kGivenRouting = false;
+  static constexpr int kBlocksPerSM = 1;
+  // Cells whose loads a warp has in flight together when it combines: 8 and a shared expert's.
+  static constexpr std::uint32_t kCombinesAtOnce = 9;
   // The scheduler's pause between looks at its barriers: a warp that polls without pause takes
   // issue slots from the math warps.
   static constexpr unsigned kSchedulerRestNs = 32;
@@ -67,34 +72,75 @@ struct MXFP4FP8Policy : MXFP4FP8Tiles, LargePass {
   static constexpr int kSmallTokens = 32, kSmallLogits = 3072;
 };
 
-// The policy of small passes: few tokens and the smallest tasks.
+// The choices that small passes share: few tokens and the smallest tasks.
 template <typename P>
-struct SmallPass : P {
+struct SmallChoices : P {
   static constexpr PassSize kSize = PassSize::kSmall;
-  static constexpr TileConfig kTile{
-      .weight_rows = kTileRows,
-      .token_rows = {std::max(P::kSmallTokens, P::kTile.token_rows.least), P::kSmallTokens,
-                     P::kTile.token_rows.least},
-      .stages = P::kTile.stages,
-      .orientation = Orientation::kWeightMajor,
-      .cluster = 1,
-      .most_log2_split = 2};
   static constexpr Start kStart = Start::kEveryBlock;
   static constexpr TokenSource kTokens = TokenSource::kGathered;
   static constexpr GateLoads kGate = GateLoads::kCaches;
   static constexpr Publisher kPublisher = Publisher::kMath;
   static constexpr bool kLendsRing = false;
   static constexpr bool kOneRank = true;
-  static constexpr RoleRegisters kRegisters{.loading = 152, .math = 176};
   static constexpr std::uint32_t kStagesAhead = 4;
   static constexpr std::uint32_t kStagesTogether = 4;
-  static constexpr int kStagedTokens = 32;
   static constexpr unsigned kSchedulerRestNs = 0;
 };
+// The tile of blocks that never form pairs.
+constexpr TileConfig single_block_tile(protocol::TileShape rows, int stages, int most_log2_split) {
+  return {.weight_rows = kTileRows,
+          .token_rows = rows,
+          .stages = stages,
+          .orientation = Orientation::kWeightMajor,
+          .cluster = 1,
+          .most_log2_split = most_log2_split};
+}
+// log2 of the most parts that small passes may split GEMM2's K into; see log2_splits().
+inline constexpr int kMaxLog2Splits = 2;
+static_assert(1 << kMaxLog2Splits == kMostSplits);
+
+template <typename P>
+struct SmallPass : SmallChoices<P> {
+  static constexpr TileConfig kTile =
+      single_block_tile({std::max(P::kSmallTokens, P::kTile.token_rows.least), P::kSmallTokens,
+                         P::kTile.token_rows.least},
+                        P::kTile.stages, kMaxLog2Splits);
+  static constexpr RoleRegisters kRegisters{.loading = 152, .math = 176};
+  static constexpr int kStagedTokens = 32;
+};
+
+// The policy of passes whose tiles are all low, of weights of four bits. What bounds them is how
+// fast warps turn codes into operands. The warp's matrix instruction needs few registers, so two
+// blocks share a multiprocessor, and twice as many warps hide each other's waits. A gate has no
+// room in so few registers.
+template <typename P>
+struct LowPass : P {
+  static constexpr int kBlocksPerSM = 2;
+  static constexpr std::uint32_t kRingBytes = 84 * 1024;
+  static constexpr TileConfig kTile =
+      single_block_tile({kLowRows, kLowRows, kLowRows}, kUsualStages, 0);
+  static constexpr int kSlotRows = kLowRows;
+  static constexpr std::uint32_t kStageGroup = 4;
+  static constexpr bool kGivenRouting = true;
+  static constexpr GateLoads kGate = GateLoads::kCaches;
+  static constexpr bool kLendsRing = false;
+  static constexpr std::uint32_t kCombinesAtOnce = 3;
+  static constexpr RoleRegisters kRegisters{.loading = launch_registers(kBlocksPerSM),
+                                            .math = launch_registers(kBlocksPerSM)};
+};
+template <typename P>
+struct SmallLowPass : SmallChoices<LowPass<P>> {
+  static constexpr TileConfig kTile =
+      single_block_tile({kLowRows, kLowRows, kLowRows}, kUsualStages, kMaxLog2Splits);
+};
+// True for the policies of large passes that have a policy of low ones beside them.
+template <typename P>
+inline constexpr bool kHasLowPass = kHoldsOperands<P> && !P::kTraced;
+
 // The conditions on a policy, each with the problem if it does not hold.
 template <typename P>
 struct ValidPolicy {
-  static_assert(suffice(P::kRegisters),
+  static_assert(suffice(P::kRegisters, P::kBlocksPerSM),
                 "the roles want more registers than the launch gives the block");
   static_assert(P::kOneRank || P::kStart == Start::kShared,
                 "ranks count their rows between a shared start's lists and its tiles");
@@ -102,6 +148,9 @@ struct ValidPolicy {
   static_assert(P::kNumerics.weight.compute == P::kNumerics.token.compute,
                 "the matrix instruction takes operands of one type");
   static_assert(P::kSlotRows >= P::kTile.max_height(), "a slot has room for a tile of most tokens");
+  static_assert(kStageGroup<P> == 1 ||
+                    (P::kStagesTogether == kStageGroup<P> && P::kSlotRows == kLowRows),
+                "stages that are taken together are filled together, with the boxes of low passes");
 };
 static_assert(BF16Policy::kSmallTokens == kMostSmallTokens &&
               FP8Policy::kSmallTokens == kMostSmallTokens);
@@ -111,20 +160,20 @@ template struct ValidPolicy<FP8Policy>;
 template struct ValidPolicy<SmallPass<FP8Policy>>;
 template struct ValidPolicy<MXFP4Policy>;
 template struct ValidPolicy<SmallPass<MXFP4Policy>>;
+template struct ValidPolicy<LowPass<MXFP4Policy>>;
+template struct ValidPolicy<SmallLowPass<MXFP4Policy>>;
 template struct ValidPolicy<MXFP4FP8Policy>;
 template struct ValidPolicy<SmallPass<MXFP4FP8Policy>>;
 template struct ValidPolicy<INT4Policy>;
 template struct ValidPolicy<SmallPass<INT4Policy>>;
+template struct ValidPolicy<LowPass<INT4Policy>>;
+template struct ValidPolicy<SmallLowPass<INT4Policy>>;
 
 // Kernels that record when each role did what.
 template <typename P>
 struct Traced : P {
   static constexpr bool kTraced = true;
 };
-
-// log2 of the most parts that small passes may split GEMM2's K into; see log2_splits().
-inline constexpr int kMaxLog2Splits = SmallPass<BF16Policy>::kTile.most_log2_split;
-static_assert(1 << kMaxLog2Splits == kMostSplits);
 
 // The facts of a large pass's policy as values, for the host.
 struct PolicyFacts {

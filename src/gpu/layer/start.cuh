@@ -202,7 +202,9 @@ __device__ __forceinline__ void gate_and_quantize(const Pass<P>& pass, bool math
     quantize();
     named_barrier<kMathThreads>(kOfMath);
   }
-  if (math && pass.call.gated) gate_logits(pass.gate());
+  if constexpr (!P::kGivenRouting) {
+    if (math && pass.call.gated) gate_logits(pass.gate());
+  }
   if (shares && threadIdx.x == kWarpgroup) {
     add_release_gpu(pass.life().barrier(kLogitsReady), 1);
   }
@@ -236,7 +238,7 @@ class PassStart {
         warp_(warp),
         math_(warp >= kWarpgroup / 32),
         quantizes_(kScaled<P> && pass.call.x_type != DType::kF8E4M3),
-        shares_(pass.call.gated || (kOwn && quantizes_)),
+        shares_(gates() || (kOwn && quantizes_)),
         router_(kOwn                    ? warp
                 : math_                 ? warp - kWarpgroup / 32
                 : warp < kSchedulerWarp ? kMathWarps + warp
@@ -247,12 +249,12 @@ class PassStart {
     // blocks have a part in the gate, those blocks do not rehearse, because all others wait for
     // them. (In large passes the copy engine already has the gate's loads under way.)
     const std::uint32_t gate_units =
-        pass.call.gated ? GateGrid<P>(pass.layer, pass.call.tokens).units() : 0;
+        gates() ? GateGrid<P>(pass.layer, pass.call.tokens).units() : 0;
     rehearses_ = !kOwn || blockIdx.x >= gate_units || gate_units > gridDim.x / 2;
   }
 
   // True if the real iteration is preceded by one for the gate and for rehearsals.
-  __device__ bool has_rehearsal() const { return pass_.call.gated || quantizes_; }
+  __device__ bool has_rehearsal() const { return gates() || quantizes_; }
   __device__ bool math() const { return math_; }
 
   // Computes logits and quantized activations in the math warps. Returns true for warps that
@@ -356,7 +358,7 @@ class PassStart {
           state.work.log2_splits = 0;
         }
         if constexpr (!StageLayout<P>::kFixed) {
-          const std::uint32_t ring_bytes = kLendsRing<P> ? layer.ring_bytes : kRingBytes;
+          const std::uint32_t ring_bytes = kLendsRing<P> ? layer.ring_bytes : kRing<P>;
           // (The ring goes on through a second round, whose tiles are not known yet.)
           const std::uint32_t height =
               pass_.table().last_round() ? state.tiles.max_height : kMaxHeight<P>;
@@ -376,6 +378,8 @@ class PassStart {
   }
 
  private:
+  __device__ bool gates() const { return !P::kGivenRouting && pass_.call.gated; }
+
   const Pass<P>& pass_;
   const std::uint32_t warp_;
   const bool math_, quantizes_;

@@ -49,7 +49,7 @@ struct TableMemory<P, Start::kShared> {
 
 template <typename P>
 struct BlockStorage {
-  RingMemory memory;
+  RingOfBytes<kRing<P>> memory;
   StagingMemory<P> staging;
   QueueStorage queue;
   RingBarriers barriers;
@@ -63,17 +63,19 @@ struct BlockStorage {
 };
 template <typename P>
 inline constexpr std::size_t kSharedBytes = sizeof(BlockStorage<P>);
+// (The system takes 1 KB of shared memory for each block.)
 template <typename... P>
-constexpr bool fit = ((kSharedBytes<P> <= std::size_t{227} * 1024) && ...);
-static_assert(fit<BF16Policy, SmallPass<BF16Policy>, FP8Policy, SmallPass<FP8Policy>,
-                  MXFP4FP8Policy, SmallPass<MXFP4FP8Policy>>,
-              "the block's shared memory is full");
+constexpr bool fit = ((kSharedBytes<P> + 1024 <= std::size_t{228} * 1024 / P::kBlocksPerSM) && ...);
+static_assert(
+    fit<BF16Policy, SmallPass<BF16Policy>, FP8Policy, SmallPass<FP8Policy>, MXFP4FP8Policy,
+        SmallPass<MXFP4FP8Policy>, LowPass<MXFP4Policy>, SmallLowPass<MXFP4Policy>>,
+    "the block's shared memory is full");
 
 // The storage of large passes of layers with up to kUsualExperts places.
 template <typename P>
 LargeStorage usual_storage() {
   const auto begin = static_cast<std::uint32_t>(offsetof(BlockStorage<P>, tables));
-  return {place_tables(begin, kUsualExperts), kRingBytes, StageLayout<P>::count(0), false};
+  return {place_tables(begin, kUsualExperts), kRing<P>, StageLayout<P>::count(0), false};
 }
 // The storage of layers with more places. Tables are in the end of the ring, and tiles have fewer
 // stages. The gate uses the whole ring, so nobody may write tables there before the gate's end. The
@@ -129,7 +131,9 @@ struct Pass {
     }
   }
   __device__ decltype(auto) stage_shape() const {
-    if constexpr (StageLayout<P>::kFixed) {
+    if constexpr (StageLayout<P>::kFixedCount) {
+      return StageShape<StageLayout<P>>{};
+    } else if constexpr (StageLayout<P>::kFixed) {
       return StageShape<StageLayout<P>>{layer.ring_stages};
     } else {
       return (block.pass.stages.shape);

@@ -23,8 +23,9 @@ struct RingPlace {
   std::uint32_t stage = 0;
   std::uint32_t parity = 0;
 
-  __device__ void advance(std::uint32_t stages) {
-    if (++stage == stages) {
+  // `by` divides the number of stages, and so it does the stage.
+  __device__ void advance(std::uint32_t stages, std::uint32_t by = 1) {
+    if ((stage += by) == stages) {
       stage = 0;
       parity ^= 1;
     }
@@ -82,9 +83,11 @@ struct Ring : StageShape<Layout> {
 };
 
 // The ring's part of a block's shared memory. Before the tasks begin, the gate uses these bytes.
-struct RingMemory {
-  alignas(1024) std::byte ring[kRingBytes];
+template <std::uint32_t kBytes>
+struct RingOfBytes {
+  alignas(1024) std::byte ring[kBytes];
 };
+using RingMemory = RingOfBytes<kRingBytes>;
 struct RingBarriers {
   alignas(8) std::uint64_t full[kMaxStages], empty[kMaxStages];
 };

@@ -105,13 +105,15 @@ inline constexpr int kSchedulerAndPack = 2 * 32;
 struct RoleRegisters {
   int loading, math;
 };
-// Registers at launch: the SM's 65,536 divided among the threads, in steps of 8.
-inline constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
-constexpr bool suffice(RoleRegisters registers) {
+// Registers at launch: the SM's 65,536 divided among the threads of its blocks, in steps of 8.
+constexpr int launch_registers(int blocks_per_sm) {
+  return 65536 / (blocks_per_sm * kThreads) / 8 * 8;
+}
+constexpr bool suffice(RoleRegisters registers, int blocks_per_sm = 1) {
   constexpr auto valid = [](int count) { return count % 8 == 0 && count >= 24 && count <= 256; };
   return valid(registers.loading) && valid(registers.math) &&
          kWarpgroup * (registers.loading + kMathGroups * registers.math) <=
-             kThreads * kLaunchRegisters;
+             kThreads * launch_registers(blocks_per_sm);
 }
 
 }  // namespace switchyard::gpu

@@ -190,9 +190,9 @@ __device__ __forceinline__ void route_tokens(const Routing<P>& routing, std::uin
 #pragma unroll 1
   for (std::uint32_t token = __shfl_sync(~0u, begin, 0); token < end; token += kRouters) {
     GateOutcome mine;
-    if (routing.call.given_ids != nullptr) {
+    if (P::kGivenRouting || routing.call.given_ids != nullptr) {
       mine = given_token(routing, token);
-    } else {
+    } else if constexpr (!P::kGivenRouting) {
       // Only up to kUsualExperts have variants: more would take too much of the kernel's code.
       const int per_lane = protocol::ceil_div(routing.router.num_routed, 32);
       static_assert(kUsualExperts <= 16 * 32);
@@ -234,7 +234,7 @@ __device__ __forceinline__ void route_tokens(const Routing<P>& routing, std::uin
         routing.call.out_weights[slot] = mine.weight;
     } else if (lane == tables.top_k && tables.cells_per_token > tables.top_k) {
       float weight = 1;
-      if (routing.router.shared_sigmoid) {
+      if (!P::kGivenRouting && routing.router.shared_sigmoid) {
         float logit[1] = {0};
         sum_slices(routing.router, slices, routing.tokens, token, routing.router.num_routed,
                    routing.router.num_routed + 1, logit);
@@ -244,7 +244,9 @@ __device__ __forceinline__ void route_tokens(const Routing<P>& routing, std::uin
     }
   }
   // After the next barrier the copy engine writes to memory that gate_token_in_memory() used.
-  if (!kOwnStart<P> && routing.router.num_routed > kUsualExperts) fence_async_proxy_shared();
+  if (!kOwnStart<P> && !P::kGivenRouting && routing.router.num_routed > kUsualExperts) {
+    fence_async_proxy_shared();
+  }
 }
 
 }  // namespace switchyard::gpu

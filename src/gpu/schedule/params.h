@@ -11,6 +11,8 @@ inline constexpr int kMaxDeviceRanks = 32;  // see ExpertSource
 // and kSmallLogits; with more logits every block's routing takes longer than the barrier that it
 // saves. These limits are measured, see docs/decisions/0020.
 enum class PassSize { kSmall, kLarge };
+// The most token rows of a tile in a low pass; see LowPass.
+inline constexpr int kLowRows = 16;
 // The role that tells other blocks that a block has stored its part of a tile. To tell, it must
 // first wait until the part has reached the L2 cache, which takes 1 us.
 enum class Publisher {

@@ -6,6 +6,8 @@
 #include <algorithm>
 #include <bit>
 #include <cstdint>
+#include <limits>
+#include <optional>
 
 #include "base/host_device.h"
 #include "gpu/route/limits.h"
@@ -17,7 +19,11 @@ namespace switchyard::gpu {
 
 // --- The choice of a pass's launch.
 
-enum class Launch : std::uint8_t { kSmall, kSingle, kPaired };
+enum class Launch : std::uint8_t { kSmall, kSmallLow, kLow, kSingle, kPaired };
+
+constexpr bool is_low(Launch launch) {
+  return launch == Launch::kSmallLow || launch == Launch::kLow;
+}
 
 struct LaunchFacts {
   std::int64_t tokens;  // of this rank
@@ -25,21 +31,38 @@ struct LaunchFacts {
   int small_tokens,
       small_logits;  // the policy's; with more logits, routing takes every block too long
   bool pairs_fit;    // at least one pair of blocks is resident
+  // The most tokens of any rank: over ranks what all have promised. Empty: the kernels for low
+  // passes do not take the call.
+  std::optional<std::int64_t> low_tokens;
 };
 
 // Two blocks that share the tokens of a tile read a third less from the L2 cache. Below about so
 // many rows per expert that saves less than the 2 us that a launch of clusters costs.
 inline constexpr int kPairedRows = 96;
 
+// The most rows of a low pass, of all ranks. Beyond, experts have so many tiles of kLowRows that
+// higher ones take less time.
+inline constexpr int kLowRowsPerExpert = 10;
+constexpr std::int64_t most_low_rows(const Schedule& asked, int num_experts) {
+  return std::int64_t{asked.low_rows.value_or(kLowRowsPerExpert)} * num_experts;
+}
+// The most rows that a low pass may have on this rank: another one may break its promise.
+constexpr std::int64_t low_rows_here(const Schedule& asked, int num_experts, int num_ranks) {
+  const std::int64_t most = most_low_rows(asked, num_experts);
+  return num_ranks == 1 || most == 0 ? most : std::numeric_limits<std::int64_t>::max();
+}
+
 constexpr Launch choose_launch(const Schedule& asked, const LaunchFacts& facts) {
-  // Passes of several ranks are never small: a pass that is small here may be large on another
-  // rank, and all must cut the same tiles.
+  // Passes of several ranks are never small: the kernel is compiled for one.
   const bool small =
       facts.num_ranks == 1 && facts.tokens * facts.top_k <= kMaxOwnSlots &&
       (asked.small_tokens ? facts.tokens <= *asked.small_tokens
                           : facts.tokens <= facts.small_tokens &&
                                 facts.tokens * facts.num_experts <= facts.small_logits);
-  if (small) return Launch::kSmall;
+  const bool low = facts.low_tokens && *facts.low_tokens * facts.num_ranks * facts.top_k <=
+                                           most_low_rows(asked, facts.num_experts);
+  if (small) return low ? Launch::kSmallLow : Launch::kSmall;
+  if (low) return Launch::kLow;
   const int paired_rows = asked.paired_rows.value_or(kPairedRows);
   // (The host does not know other ranks' tokens and assumes as many as its own.)
   const std::int64_t rows = facts.tokens * facts.num_ranks * facts.top_k;

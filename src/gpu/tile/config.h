@@ -163,12 +163,33 @@ inline constexpr bool kTiesOperands = requires {
   requires C::kTiesOperands;
 };
 
+// How many stages math warps take together: see multiply_together(). A task's last stages are then
+// followed by empty ones, so that each task begins with a group.
+template <typename C>
+inline constexpr std::uint32_t kStageGroup = [] {
+  if constexpr (requires { C::kStageGroup; }) {
+    return std::uint32_t{C::kStageGroup};
+  } else {
+    return 1u;
+  }
+}();
+
+// The bytes of the ring: a block has it all, unless it shares the multiprocessor with another.
+template <typename C>
+inline constexpr std::uint32_t kRing = [] {
+  if constexpr (requires { C::kRingBytes; }) {
+    return std::uint32_t{C::kRingBytes};
+  } else {
+    return gpu::kRingBytes;
+  }
+}();
+
 // The contents of a stage of the ring; see pipeline/ring.cuh. A stage has room for tiles of at most
-// `height` tokens. Where math warps are short of registers, it always has room for the highest
-// tile, so that its size is a constant of the kernel.
+// `height` tokens. Where math warps are short of registers or instructions, it always has room for
+// the highest tile, so that its size is a constant of the kernel.
 template <typename C>
 struct StageLayout {
-  static constexpr bool kFixed = kJoinedScales<C>;
+  static constexpr bool kFixed = kJoinedScales<C> || kStageGroup<C> != 1;
   static constexpr bool kFixedCount = kFixed && !kLendsRing<C>;
   static constexpr bool kMayGather = gpu::kMayGather<C>;
   // (The swizzle wants multiples of 1024.)
@@ -184,8 +205,9 @@ struct StageLayout {
     const std::uint32_t fit = ring_bytes / bytes(height);
     return fit < kMost ? fit : kMost;
   }
-  static constexpr std::uint32_t count(std::uint32_t height) { return count(height, kRingBytes); }
+  static constexpr std::uint32_t count(std::uint32_t height) { return count(height, kRing<C>); }
   static constexpr std::uint32_t kStages = count(0), kStageBytes = bytes(0);
+  static_assert(kStages % kStageGroup<C> == 0);
   static constexpr std::uint32_t kTokenScalesAt = kWeightScales * sizeof(float);
   static constexpr std::uint32_t kScaleSetBytes = kMaxHeight<C> * sizeof(float);
   static constexpr std::uint32_t kScaleBytes = !kScaled<C>        ? 0

@@ -82,12 +82,13 @@ class BoxPlaces {
     scales_ = Box::kScalesAt +
               (group * (kWarpgroup / 4) + thread / 32 * 8 + thread % 32 / 4) * Box::kScaleBytes;
   }
-  __device__ __forceinline__ BoxWords load(std::uint32_t box) const {
-    BoxWords words{load_shared_vector(box + codes_), {}};
+  // From the box at `box` + `more`, of which `more` may be a constant.
+  __device__ __forceinline__ BoxWords load(std::uint32_t box, std::uint32_t more = 0) const {
+    BoxWords words{load_shared_vector(box + codes_ + more), {}};
     if constexpr (FourBitBox<kType>::kIsFloat) {
-      words.scales.x = __float_as_uint(load_shared_float(box + scales_));
+      words.scales.x = __float_as_uint(load_shared_float(box + scales_ + more));
     } else {
-      const float2 both = load_shared_floats(box + scales_);
+      const float2 both = load_shared_floats(box + scales_ + more);
       words.scales = {__float_as_uint(both.x), __float_as_uint(both.y)};
     }
     return words;

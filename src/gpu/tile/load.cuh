@@ -66,9 +66,21 @@ struct WeightSource {
 // ring fills one after the other.
 template <typename C>
 __device__ __forceinline__ std::uint32_t stages_together(std::uint32_t stages) {
+  if constexpr (kStageGroup<C> != 1) return kStageGroup<C>;
   if constexpr (C::kStagesTogether == 1) return 1;
   // Math warps may keep a stage while they wait for the next one.
   return stages >= C::kStagesTogether + 2 ? C::kStagesTogether : 1;
+}
+// The end of the stages of a task that are filled together from `kb` on. Of a group, those behind
+// the task's last are empty.
+template <typename C>
+__device__ __forceinline__ std::uint32_t end_of_stages(const TileTask& task, std::uint32_t kb,
+                                                       std::uint32_t together) {
+  return kStageGroup<C> != 1 ? kb + together : min(kb + together, task.k_blocks);
+}
+template <typename C>
+__device__ __forceinline__ bool is_empty_stage(const TileTask& task, std::uint32_t kb) {
+  return kStageGroup<C> != 1 && kb >= task.k_blocks;
 }
 // Waits until the ring has room for so many stages of a task from `place` on. Stages become free in
 // order, so the last one stands for all. Returns false if the pass was given up.
@@ -94,13 +106,19 @@ __device__ __forceinline__ bool load_weights(const TilePipeline<C>& pipeline,
   const std::uint32_t together = stages_together<C>(ring.stages);
   for (std::uint32_t kb = 0; kb < task.k_blocks;) {
     // (The compiler sees that a group of one is one.)
-    const std::uint32_t end = C::kStagesTogether == 1 ? kb + 1 : min(kb + together, task.k_blocks);
+    const std::uint32_t end =
+        C::kStagesTogether == 1 ? kb + 1 : end_of_stages<C>(task, kb, together);
     if (!await_room<false>(pipeline, ring, place, end - kb)) return false;
     if (rehearsal) break;
 #pragma unroll 1
     for (; kb < end; ++kb) {
-      on_stage(kb);
       const std::uint32_t full = ring.full_barrier(place.stage);
+      if (is_empty_stage<C>(task, kb)) {
+        arrive(full);
+        place.advance(ring.stages);
+        continue;
+      }
+      on_stage(kb);
       arrive_expect_bytes(full, kBoxes<C> * kBoxBytes<C> + kScales);
       if constexpr (kFourBit<C>) {
         static_assert(kBoxes<C> == 1, "blocks of a pair have weights of their own");
@@ -170,7 +188,8 @@ __device__ __forceinline__ std::uint32_t swizzled_place(std::uint32_t row, std::
   return row * kStageRowBytes + ((chunk ^ (row & 7)) << 4);
 }
 
-inline constexpr std::uint32_t kUnitBytes = kUnitRows * kStageRowBytes;
+template <typename C>
+inline constexpr TokenBoxes kTokenBoxes = kStageGroup<C> != 1 ? kLowTokenBoxes : kUsualTokenBoxes;
 
 // True if other warps load the rows: load_scaled_tile() then loads their scales only.
 template <typename Rows>
@@ -189,30 +208,41 @@ class TileRows {
         maps_(tokens.maps),
         paired_(C::kTile.cluster != 1 && pipeline.paired != 0 && !with_two_tiles<C>(task)) {
     const std::uint32_t share = paired_ ? rank_in_pair() : 0, shares = paired_ ? kPair : 1;
-    begin_ = task.units * share / shares;
-    units_ = task.units * (share + 1) / shares - begin_;
+    const std::uint32_t units = units_of(task);
+    begin_ = units * share / shares;
+    units_ = units * (share + 1) / shares - begin_;
+  }
+  // The rows of a tile that both blocks load, in units of the smaller box.
+  __device__ static std::uint32_t units_of(const TileTask& task) {
+    if constexpr (kTokenBoxes<C>.few == kUnitRows) return task.units;
+    return protocol::ceil_div(task.rows, kTokenBoxes<C>.few);
+  }
+  __device__ static std::uint32_t bytes_of(const TileTask& task) {
+    return units_of(task) * kUnitBytes;
   }
   // Loads the columns from k on into a stage whose tokens are at `to` and whose barrier is `full`.
   __device__ void load(std::uint32_t to, std::uint32_t full, std::uint32_t k) const {
-    constexpr std::uint32_t kUnitsOfMany = TokenMaps::kManyRows / kUnitRows;
-    static_assert(TokenMaps::kFewRows == kUnitRows);
-    auto row = static_cast<int>(place_ * Tokens::template kRowsOfPlace<C> + begin_ * kUnitRows);
+    constexpr TokenBoxes kBoxes = kTokenBoxes<C>;
+    constexpr std::uint32_t kUnitsOfMany = kBoxes.many / kBoxes.few;
+    auto row = static_cast<int>(place_ * Tokens::template kRowsOfPlace<C> + begin_ * kBoxes.few);
     to += begin_ * kUnitBytes;
 #pragma unroll 1
     for (std::uint32_t i = 0; i < units_ / kUnitsOfMany; ++i) {
       load_rows(maps_.many, to, full, static_cast<int>(k), row, paired_);
       to += kUnitsOfMany * kUnitBytes;
-      row += TokenMaps::kManyRows;
+      row += static_cast<int>(kBoxes.many);
     }
 #pragma unroll 1
     for (std::uint32_t i = 0; i < units_ % kUnitsOfMany; ++i) {
       load_rows(maps_.few, to, full, static_cast<int>(k), row, paired_);
       to += kUnitBytes;
-      row += TokenMaps::kFewRows;
+      row += static_cast<int>(kBoxes.few);
     }
   }
 
  private:
+  static constexpr std::uint32_t kUnitBytes = kTokenBoxes<C>.few * kStageRowBytes;
+
   std::uint32_t place_;
   const TokenMaps& maps_;
   bool paired_;
@@ -230,7 +260,7 @@ __device__ __forceinline__ bool load_tile(const TilePipeline<C>& pipeline, const
   constexpr bool kTogether = kFourBit<C> && C::kStagesTogether != 1;
   const std::uint32_t together = kTogether ? stages_together<C>(ring.stages) : 1;
   for (std::uint32_t kb = 0; kb < task.k_blocks;) {
-    const std::uint32_t end = kTogether ? min(kb + together, task.k_blocks) : kb + 1;
+    const std::uint32_t end = kTogether ? end_of_stages<C>(task, kb, together) : kb + 1;
     if (!await_room<kGathers<C>>(pipeline, ring, place, end - kb)) return false;
     // Ordinary copies may have written these stages before. Warps that multiply each by itself read
     // them without the fence that matrix units want.
@@ -238,11 +268,13 @@ __device__ __forceinline__ bool load_tile(const TilePipeline<C>& pipeline, const
 #pragma unroll 1
     for (; kb < end; ++kb) {
       const std::uint32_t full = ring.full_barrier(place.stage);
-      if (!kGathers<C> || (thread < 32 && elect())) {
+      if (is_empty_stage<C>(task, kb)) {
+        arrive(full);
+      } else if (!kGathers<C> || (thread < 32 && elect())) {
         const std::uint32_t block = task.first_k_block + kb;
         const std::uint32_t scale_bytes =
             kScaled<C> ? task.units * kUnitRows * static_cast<std::uint32_t>(sizeof(float)) : 0;
-        arrive_expect_bytes(full, task.units * kUnitBytes + scale_bytes);
+        arrive_expect_bytes(full, rows.bytes_of(task) + scale_bytes);
         rows.load(ring.tokens(place.stage), full, block * kStageColumns<C>);
         if constexpr (kScaled<C>) {
           load_bytes(
@@ -311,7 +343,9 @@ __device__ __forceinline__ bool load_scaled_tile(const TilePipeline<C>& pipeline
       __syncwarp();
       if (rehearsal) return true;
       if (lane == 0) {
-        arrive_expect_bytes(full, kScalesAlone<Rows> ? 0 : task.units * kUnitBytes);
+        std::uint32_t bytes = 0;
+        if constexpr (!kScalesAlone<Rows>) bytes = Rows::bytes_of(task);
+        arrive_expect_bytes(full, bytes);
       }
       place.advance(ring.stages);
       if (++block + 1 < end) fetch(of);

@@ -21,9 +21,16 @@ struct ModelShape {
   int max_tokens;
 };
 
+// The rows of two boxes that the tokens of a tile are loaded by.
+struct TokenBoxes {
+  std::uint32_t many, few;
+};
+inline constexpr TokenBoxes kUsualTokenBoxes{64, 16};
+// Low passes have smaller boxes: with weights of four bits, tokens are a third of what is loaded.
+inline constexpr TokenBoxes kLowTokenBoxes{16, 8};
+
 // Maps over rows of tokens in tiles: boxes of 64 columns of many or few rows.
 struct TokenMaps {
-  static constexpr int kManyRows = 64, kFewRows = 16;
   CUtensorMap many, few;
 };
 

@@ -120,15 +120,25 @@ __device__ __forceinline__ bool gather_tile(const TilePipeline<P>& pipeline,
   };
   const auto depth = static_cast<std::uint32_t>(hidden * P::kNumerics.token_bytes());
   const std::uint32_t whole_blocks = !rehearsal ? depth / kStageRowBytes : 1;
+  // Stages become free together, if math warps take them so.
+  constexpr std::uint32_t kGroup = kStageGroup<P>;
+  const auto await_stage = [&](std::uint32_t kb) {
+    return kb % kGroup != 0 || await_room<true>(pipeline, ring, place, kGroup);
+  };
   for (std::uint32_t kb = 0; kb < whole_blocks; ++kb) {
-    if (!ring.template await_free<true>(pipeline.waiter(), place)) return false;
+    if (!await_stage(kb)) return false;
     copy_rows([](std::uint32_t to, const std::byte* source) { copy_async(to, source); });
   }
   if (whole_blocks < task.k_blocks) {
-    if (!ring.template await_free<true>(pipeline.waiter(), place)) return false;
+    if (!await_stage(whole_blocks)) return false;
     const bool inside = whole_blocks * kStageRowBytes + 16 * my_chunk < depth;
     copy_rows(
         [inside](std::uint32_t to, const std::byte* source) { copy_async(to, source, inside); });
+  }
+  if constexpr (kGroup != 1) {
+    for (; !rehearsal && place.stage % kGroup != 0; place.advance(ring.stages)) {
+      arrive(ring.full_barrier(place.stage));
+    }
   }
   return true;
 }
