@@ -11,15 +11,21 @@ layers --routing-to FOLDER` wrote: with few tokens the rank with most experts de
 - anew: the input is bf16 and quantised in every pass (mega_moe_pre_dispatch_sm90), as our layer does.
 - in place: the quantised input lies in the kernel's buffer already. Less work than ours.
 
-Buffers are sized for 8192 tokens, and for 512 where that suffices: the kernel is compiled for the size, and
-the faster one counts. Outputs of some tokens are compared with fp32 on dequantised weights; a point that is
-wrong is not kept.
+Of the ways to call it the one that is right and fastest anew counts, in place too; wrong ones are told. The kernel
+is compiled for the size of its buffer: for 8192 tokens, for 512, and for no more than there are (to the next 128).
+Newer versions (0.2.5) are also told how many tokens there are at most (num_tokens_bound), which chooses the schedule
+instead of the buffer's size, and begin a kernel before the one ahead of it ends (set_pdl), as SGLang has it. Before
+a model's first pass each rank compiles a share of its kernels; DG_JIT_CACHE_DIR keeps them. Outputs of some tokens
+are compared with fp32 on dequantised weights.
 """
 
+import importlib.metadata
+import inspect
 import pathlib
 import statistics
 import sys
 import time
+import typing
 
 import rank_processes
 import torch
@@ -38,7 +44,8 @@ TOKENS = [1, 8, 64, 256, 512, 1024, 2048, 4096, 8192]
 F8 = torch.float8_e4m3fn
 COPIES, PASSES = 3, 9
 BOUND = 0.1  # of the error over the norm: both inputs of both products are in E4M3
-NAME = "sgl-deep-gemm 0.1.4.post1"
+PACKAGE = "sgl-deep-gemm"
+STEP = 128  # buffers are for so many tokens, or a multiple
 
 
 def random_weights(experts, n, k):
@@ -88,24 +95,60 @@ class Layer:
         return out
 
 
-class Ways:
-    def __init__(self, dg, layer, buffer, x, ids, weights):
-        self.dg, self.layer, self.buffer, self.x, self.ids, self.weights = dg, layer, buffer, x, ids, weights
-        self.tokens = x.shape[0]
-        self.y = torch.empty_like(x)
+class Way(typing.NamedTuple):
+    """To call the kernel: the tokens that the buffer holds, and the most that this call may have, if it is told."""
+
+    capacity: int
+    bound: int | None
+
+    def __str__(self):
+        return f"{self.capacity}" if self.bound is None else f"{self.capacity}, bound {self.bound}"
+
+
+def rounded(tokens):
+    return -(-tokens // STEP) * STEP
+
+
+def ways_of(tokens, capacities, bounded):
+    """Of a call with so many tokens. bounded: whether the kernel can be told the most."""
+    ways = []
+    for capacity in sorted({*capacities, rounded(tokens)}):
+        if capacity >= tokens:
+            ways += [Way(capacity, bound) for bound in [None, tokens][: 2 if bounded and tokens < capacity else 1]]
+    return ways
+
+
+class Call:
+    def __init__(self, dg, layer, buffer, way, batch):
+        self.dg, self.layer, self.buffer, self.batch = dg, layer, buffer, batch
+        self.bound = {} if way.bound is None else {"num_tokens_bound": way.bound}
+        self.y = torch.empty_like(batch.x)
 
     def stage(self):
-        b = self.buffer
-        self.dg.mega_moe_pre_dispatch_sm90(self.x, self.ids, self.weights, b.x, b.x_sf, b.topk_idx, b.topk_weights,
-                                           self.tokens)
+        b, batch = self.buffer, self.batch
+        self.dg.mega_moe_pre_dispatch_sm90(batch.x, batch.ids, batch.weights, b.x, b.x_sf, b.topk_idx, b.topk_weights,
+                                           len(batch.x))
 
     def kernel(self, copy):
         up, down = self.layer.copies[copy % COPIES]
-        self.dg.fp8_mega_moe(self.y, up, down, self.buffer)
+        self.dg.fp8_mega_moe(self.y, up, down, self.buffer, **self.bound)
 
     def anew(self, copy):
         self.stage()
         self.kernel(copy)
+
+
+def compile_share(calls, rank, ranks):
+    """Compiles a rank's share of the kernels, which the others then find in the cache: captured calls do not run.
+    Neighbours in `calls` are of one size and often one kernel, so they are of one share."""
+    try:
+        with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="relaxed"):
+            for call in calls[rank * len(calls) // ranks : (rank + 1) * len(calls) // ranks]:
+                call.anew(0)
+    except RuntimeError as problem:
+        print(f"rank {rank} compiles when it calls: {problem}", flush=True)
+    torch.cuda.synchronize()
+    dist.barrier()
 
 
 def graph_of(run):
@@ -167,19 +210,27 @@ class Batch:
         return error.item()
 
 
-def measure(dg, layer, buffers, tokens, rank, ranks, routing):
-    batch = Batch(layer, tokens, rank, ranks, routing)
-    found, worst = {}, 0.0
-    for capacity, buffer in buffers.items():
-        if capacity < tokens:
-            continue
-        ways = Ways(dg, layer, buffer, batch.x, batch.ids, batch.weights)
-        ways.y.fill_(float("nan"))
-        ways.anew(0)
+def measure(calls, batch):
+    """{way: (times anew, error)} of the right ways, the times in place of the fastest, and the errors of the wrong ways."""
+    right, wrong = {}, {}
+    for way, call in calls.items():
+        call.y.fill_(float("nan"))
+        call.anew(0)
         torch.cuda.synchronize()
-        worst = max(worst, batch.error(ways.y))
-        found[capacity] = {"anew": timed(ways.anew), "in place": timed(ways.kernel)}
-    return found, worst
+        error = batch.error(call.y)
+        if error <= BOUND:
+            right[way] = timed(call.anew), error
+        else:
+            wrong[way] = error
+    if not right:
+        return right, [], wrong
+    call = calls[fastest(right)]
+    call.stage()
+    return right, timed(call.kernel), wrong
+
+
+def fastest(right):
+    return min(right, key=lambda way: statistics.median(right[way][0]))
 
 
 def start_rank(rank, args, rendezvous):
@@ -206,39 +257,55 @@ def rank_main(rank, args, rendezvous):
     import deep_gemm as dg
 
     machine = start_rank(rank, args, rendezvous)
-    rows, wrong, began = [], 0, time.monotonic()
+    name = f"{PACKAGE} {importlib.metadata.version(PACKAGE)}"
+    bounded = "num_tokens_bound" in inspect.signature(dg.fp8_mega_moe).parameters
+    if bounded:  # the kernel of older versions does not wait for the one ahead of it
+        dg.set_pdl(True)
+    rows, wrong_points, began = [], 0, time.monotonic()
+
+    def tell(text):
+        if rank == 0:
+            print(f"{text}  at {time.monotonic() - began:.0f} s", flush=True)
+
+    tell(f"{name} on {machine}")
     for model in args.models:
-        shape = MODELS[model]
-        hidden, intermediate, experts, top_k = shape
-        layer = Layer(dg, shape, rank, args.ranks)
-        buffers = {}
-        for capacity in args.capacities:
-            buffers[capacity] = dg.get_symm_buffer_for_sm90_mega_moe(dist.group.WORLD, experts, capacity, top_k, hidden,
-                                                                     intermediate)
-        for tokens in args.tokens:
+        hidden, intermediate, experts, top_k = MODELS[model]
+        layer = Layer(dg, MODELS[model], rank, args.ranks)
+        ways = {tokens: ways_of(tokens, args.capacities, bounded) for tokens in args.tokens}
+        buffers = {capacity: dg.get_symm_buffer_for_sm90_mega_moe(dist.group.WORLD, experts, capacity, top_k, hidden,
+                                                                  intermediate)
+                   for capacity in sorted({way.capacity for each in ways.values() for way in each})}
+        points = {}
+        for tokens, each in ways.items():
             routing = args.routing / f"{model}-fp8-{args.ranks}x{tokens}.i32" if args.routing else None
-            found, error = measure(dg, layer, buffers, tokens, rank, args.ranks, routing)
-            if rank != 0:
+            batch = Batch(layer, tokens, rank, args.ranks, routing)
+            points[tokens] = batch, {way: Call(dg, layer, buffers[way.capacity], way, batch) for way in each}
+        tell(f"{model}: weights, buffers and batches")
+        calls = [(way.capacity, tokens, call) for tokens, (_, each) in points.items() for way, call in each.items()]
+        compile_share([call for _, _, call in sorted(calls, key=lambda entry: entry[:2])], rank, args.ranks)
+        tell(f"{model}: compiled")
+        for tokens, (batch, each) in points.items():
+            right, in_place, wrong = measure(each, batch)
+            medians = {str(way): round(statistics.median(times), 2) for way, (times, _) in right.items()}
+            for way, error in wrong.items():
+                wrong_points = 1
+                tell(f"{model:<16} {tokens:>5} tokens  {way}: error {error:.2e} WRONG")
+            if rank != 0 or not right:
                 continue
-            best = {way: min((times[way] for times in found.values()), key=statistics.median) for way in ("anew", "in place")}
-            medians = {c: {way: round(statistics.median(t), 2) for way, t in times.items()} for c, times in found.items()}
-            verdict = "ok" if error <= BOUND else "WRONG"
-            print(f"{model:<16} {tokens:>5} tokens  anew {statistics.median(best['anew']):>9.1f} us  in place "
-                  f"{statistics.median(best['in place']):>9.1f} us  error {error:.2e} {verdict}  {medians}  "
-                  f"at {time.monotonic() - began:.0f} s", flush=True)
-            if error > BOUND:
-                wrong = 1
-                continue
-            rows.append(row_of(args, machine, model, "fp8", tokens, NAME, best["anew"], error) | {
-                "rival_in_place_us": round(statistics.median(best["in place"]), 2), "rival_by_capacity": medians})
+            best = fastest(right)
+            times, error = right[best]
+            tell(f"{model:<16} {tokens:>5} tokens  anew {statistics.median(times):>9.1f} us  in place "
+                 f"{statistics.median(in_place):>9.1f} us  error {error:.2e}  of {best}  {medians}")
+            rows.append(row_of(args, machine, model, "fp8", tokens, name, times, error) | {
+                "rival_in_place_us": round(statistics.median(in_place), 2), "rival_way": str(best), "rival_by_way": medians})
             if args.json:
                 write(args.json, rows)
         for buffer in buffers.values():
             buffer.destroy()
-        del layer, buffers
+        del layer, buffers, points, calls, batch, each
         torch.cuda.empty_cache()
         dist.barrier()
-    rank_processes.end(wrong)
+    rank_processes.end(wrong_points)
 
 
 def main():

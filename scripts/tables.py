@@ -15,7 +15,7 @@ from generated import ROOT, write_or_check
 sys.path += [str(ROOT / "lab"), str(ROOT / "bench")]
 
 from result_tables.common import RESULTS, for_each_card
-from result_tables.four_gpus import four_flashinfer, four_published, four_rivals, scaling_table, skewed_table
+from result_tables.four_gpus import four_flashinfer, four_published, ranks_rivals, scaling_table, skewed_table
 from result_tables.frameworks import check_hf, engines_table, transformers_table
 from result_tables.layers import (
     FP8_SCALES, astero_table, comparisons_table, cpu_table, four_bit_table, gpu_table,
@@ -73,7 +73,8 @@ def parts():
         "ep_bf16": for_each_card("ep_bf16.json", lambda: ranks_table("ep_bf16", "bf16, dispatch and combine inside the kernel.")),
         "ep_four_bit": for_each_card("ep_four_bit.json", lambda: ranks_table("ep_four_bit", "Weights of four bits, dispatch and combine inside the kernel.")),
         "ep_thesis": for_each_card("ep_thesis.json", lambda: ranks_table("ep_thesis", "FlashDMoE's layer, bf16.")),
-        "four_rivals": four_rivals(),
+        "two_rivals": ranks_rivals(2),
+        "four_rivals": ranks_rivals(4),
         "four_flashinfer": four_flashinfer(),
         "four_published": four_published(),
         "scaling": scaling_table(),

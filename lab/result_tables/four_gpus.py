@@ -1,4 +1,4 @@
-"""Tables of four GPUs: beside rivals, beside published figures, over one to four GPUs, skewed."""
+"""Tables of four GPUs: beside rivals (those of two GPUs, too), beside published figures, over one to four GPUs, skewed."""
 
 import statistics
 
@@ -31,32 +31,36 @@ def by_model_and_tokens(rows):
     return keyed(rows, lambda row: (row["compute"], row["model"], row["tokens_per_rank"]))
 
 
+def on(ranks, suite):
+    return [row for row in load(f"{suite}.json") or [] if row["ranks"] == ranks]
+
+
 def on_four(suite):
-    return [row for row in load(f"{suite}.json") or [] if row["ranks"] == 4]
+    return on(4, suite)
 
 
-def four_beside():
-    """[(rival, row of ours with rival_us)] on four GPUs, of the rows' own rivals and of results/ranks_rivals.json."""
-    ours = by_model_and_tokens(on_four("ep_fp8") + on_four("ep_bf16"))
-    beside = {}
-    for row in on_four("ranks_rivals"):
+def beside(ranks):
+    """{rival: rows of ours with rival_us} on so many GPUs, of the points that results/ranks_rivals.json has."""
+    ours = by_model_and_tokens(on(ranks, "ep_fp8") + on(ranks, "ep_bf16"))
+    found = {}
+    for row in on(ranks, "ranks_rivals"):
         own = ours.get((row["compute"], row["model"], row["tokens_per_rank"]))
         if own is None:
             continue
-        beside.setdefault(row["rival"], []).append({**own, "rival_us": row["rival_us"], "theirs": row})
+        found.setdefault(row["rival"], []).append({**own, "rival_us": row["rival_us"], "theirs": row})
         if row.get("rival_in_place_us"):
-            beside.setdefault(row["rival"] + IN_PLACE, []).append(
+            found.setdefault(row["rival"] + IN_PLACE, []).append(
                 {**own, "rival_us": row["rival_in_place_us"], "theirs": row})
-    return beside
+    return found
 
 
-def four_rivals():
+def ranks_rivals(ranks):
     """Speed-ups over each rival: a line for a layer, a column for a number of tokens."""
-    beside = four_beside()
-    if not beside:
+    rivals = beside(ranks)
+    if not rivals:
         return NOT_MEASURED
     lines = ["| rival | points | speed-up: mean | least | most | ours slower at (tokens) | rival's error |", "|---" * 7 + "|"]
-    for rival, rows in beside.items():
+    for rival, rows in rivals.items():
         gains = [gain_of(row) for row in rows]
         slower = [f"{short_name(row['model'])} {row['tokens_per_rank']}" for row in rows if gain_of(row) < 1]
         errors = [row["theirs"]["rival_error"] for row in rows]
@@ -64,9 +68,9 @@ def four_rivals():
             f"| {rival} | {len(rows)} | {statistics.geometric_mean(gains):.2f}× | {min(gains):.2f}× | {max(gains):.2f}× | "
             f"{', '.join(slower) or '–'} | {min(errors):.1e} to {max(errors):.1e} |"
         )
-    tokens = sorted({row["tokens_per_rank"] for rows in beside.values() for row in rows})
+    tokens = sorted({row["tokens_per_rank"] for rows in rivals.values() for row in rows})
     cells = []
-    for rival, rows in beside.items():
+    for rival, rows in rivals.items():
         if rival.endswith(IN_PLACE):
             continue
         found = keyed(rows, lambda row: (row["model"], row["tokens_per_rank"]))
@@ -74,15 +78,15 @@ def four_rivals():
             points = [found.get((model, count)) for count in tokens]
             cells.append([rival, short_name(model), *("–" if row is None else f"{gain_of(row):.2f}×" for row in points)])
     lines += ["", *table(["speed-up over", "layer", *(f"{count} token{'s' if count > 1 else ''}" for count in tokens)], cells), ""]
-    lines.append(gpu_provenance(on_four("ep_fp8") + on_four("ep_bf16")))
-    commands = dict.fromkeys(row["theirs"]["command"] for rows in beside.values() for row in rows)
+    lines.append(gpu_provenance([row for rows in rivals.values() for row in rows]))
+    commands = dict.fromkeys(row["theirs"]["command"] for rows in rivals.values() for row in rows)
     lines += ["", "*The rivals, on the same machine: " + ", ".join(f"`{command}`" for command in commands) + "*"]
     return "\n".join(lines)
 
 
 def four_flashinfer():
     """The times of FlashInfer's FP8 backend, which the rows of ep_fp8 do not have: their rival is another."""
-    rows = next((rows for rival, rows in four_beside().items() if rival.endswith("push FP8")), [])
+    rows = next((rows for rival, rows in beside(4).items() if rival.endswith("push FP8")), [])
     if not rows:
         return NOT_MEASURED
     lines = [[short_name(row["model"]), str(row["tokens_per_rank"]), microseconds(row["median_us"]),
