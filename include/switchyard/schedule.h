@@ -20,7 +20,7 @@ struct Schedule {
   // blocks share a multiprocessor. For weights of four bits and calls that give the routing, over
   // ranks with a promise (ForwardInput::max_tokens_per_rank), in layers that reserve no
   // multiprocessors, have no capacity, at most 512 places of experts and no traces. 0: none is. The
-  // rule: 10.
+  // rule: 14.
   std::optional<int> low_rows{};
   // The second GEMM of a tile (or band of tiles) is handed out after the first GEMM of the tile
   // (band) that stands `lag` places later. At least 1. The rule: two rounds of all blocks.

@@ -54,8 +54,8 @@ TEST(ChooseLaunch, LowPassesHaveFewRowsOfEachExpert) {
   EXPECT_EQ(of(32, {.low_rows = 0}), Launch::kSmall);
   EXPECT_EQ(of(32, {.small_tokens = 0}), Launch::kLow);
   EXPECT_EQ(of(33), Launch::kLow);
-  EXPECT_EQ(of(80), Launch::kLow);  // 10 rows per expert
-  EXPECT_EQ(of(81), Launch::kSingle);
+  EXPECT_EQ(of(112), Launch::kLow);  // 14 rows per expert
+  EXPECT_EQ(of(113), Launch::kSingle);
   EXPECT_EQ(of(33, {.low_rows = 0}), Launch::kSingle);
   EXPECT_EQ(of(256, {.low_rows = 32}), Launch::kLow);
   EXPECT_EQ(of(1000, {.paired_rows = 0, .low_rows = 1000}), Launch::kLow);

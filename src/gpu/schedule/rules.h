@@ -42,7 +42,7 @@ inline constexpr int kPairedRows = 96;
 
 // The most rows of a low pass, of all ranks. Beyond, experts have so many tiles of kLowRows that
 // higher ones take less time.
-inline constexpr int kLowRowsPerExpert = 10;
+inline constexpr int kLowRowsPerExpert = 14;
 constexpr std::int64_t most_low_rows(const Schedule& asked, int num_experts) {
   return std::int64_t{asked.low_rows.value_or(kLowRowsPerExpert)} * num_experts;
 }
