@@ -180,7 +180,8 @@ class SwitchyardRoutedExperts(RoutedExperts):
             # Now, so that vLLM counts the memory, errors come before the first request, and graphs that
             # were captured before read what is new.
             try:
-                refuse(options, config, moe_config)  # models change it after the layer is made
+                # Models change it after the layer is made.
+                refuse(options, config, moe_config, exchanges=self.rows is not None)
                 self.binding.weights_loaded(self.w13_weight, self.w2_weight, **self.small())
             except Error as error:
                 raise type(error)(f"{prefix}: {error}") from error
