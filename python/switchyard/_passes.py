@@ -415,7 +415,7 @@ class Handle(Reader):
             same on all ranks; 0: none. With it, passes of at most eight tokens on all ranks together
             run a faster kernel on GPUs, which takes bf16 `x` and `out` without `accumulate`
             (`Unsupported` for others). Ranks that promise different numbers wait for each other up to
-            the deadline.
+            the deadline. Passes of four-bit experts with few rows for each have a faster kernel, too.
 
         Returns
         -------
