@@ -148,6 +148,7 @@ struct ValidPolicy {
   static_assert(P::kNumerics.weight.compute == P::kNumerics.token.compute,
                 "the matrix instruction takes operands of one type");
   static_assert(P::kSlotRows >= P::kTile.max_height(), "a slot has room for a tile of most tokens");
+  static_assert(StageLayout<P>::kStages % kStageGroup<P> == 0, "the ring has whole groups");
   static_assert(kStageGroup<P> == 1 ||
                     (P::kStagesTogether == kStageGroup<P> && P::kSlotRows == kLowRows),
                 "stages that are taken together are filled together, with the boxes of low passes");

@@ -207,7 +207,6 @@ struct StageLayout {
   }
   static constexpr std::uint32_t count(std::uint32_t height) { return count(height, kRing<C>); }
   static constexpr std::uint32_t kStages = count(0), kStageBytes = bytes(0);
-  static_assert(kStages % kStageGroup<C> == 0);
   static constexpr std::uint32_t kTokenScalesAt = kWeightScales * sizeof(float);
   static constexpr std::uint32_t kScaleSetBytes = kMaxHeight<C> * sizeof(float);
   static constexpr std::uint32_t kScaleBytes = !kScaled<C>        ? 0

@@ -190,6 +190,18 @@ __device__ __forceinline__ std::uint32_t swizzled_place(std::uint32_t row, std::
 
 template <typename C>
 inline constexpr TokenBoxes kTokenBoxes = kStageGroup<C> != 1 ? kLowTokenBoxes : kUsualTokenBoxes;
+template <typename C>
+inline constexpr std::uint32_t kUnitBytes = kStageRowBytes* kTokenBoxes<C>.few;
+// The rows of a tile that are loaded, in units of the smaller box.
+template <typename C>
+__device__ __forceinline__ std::uint32_t token_units(const TileTask& task) {
+  if constexpr (kTokenBoxes<C>.few == kUnitRows) return task.units;
+  return protocol::ceil_div(task.rows, kTokenBoxes<C>.few);
+}
+template <typename C>
+__device__ __forceinline__ std::uint32_t token_bytes(const TileTask& task) {
+  return token_units<C>(task) * kUnitBytes<C>;
+}
 
 // True if other warps load the rows: load_scaled_tile() then loads their scales only.
 template <typename Rows>
@@ -208,41 +220,31 @@ class TileRows {
         maps_(tokens.maps),
         paired_(C::kTile.cluster != 1 && pipeline.paired != 0 && !with_two_tiles<C>(task)) {
     const std::uint32_t share = paired_ ? rank_in_pair() : 0, shares = paired_ ? kPair : 1;
-    const std::uint32_t units = units_of(task);
+    const std::uint32_t units = token_units<C>(task);
     begin_ = units * share / shares;
     units_ = units * (share + 1) / shares - begin_;
-  }
-  // The rows of a tile that both blocks load, in units of the smaller box.
-  __device__ static std::uint32_t units_of(const TileTask& task) {
-    if constexpr (kTokenBoxes<C>.few == kUnitRows) return task.units;
-    return protocol::ceil_div(task.rows, kTokenBoxes<C>.few);
-  }
-  __device__ static std::uint32_t bytes_of(const TileTask& task) {
-    return units_of(task) * kUnitBytes;
   }
   // Loads the columns from k on into a stage whose tokens are at `to` and whose barrier is `full`.
   __device__ void load(std::uint32_t to, std::uint32_t full, std::uint32_t k) const {
     constexpr TokenBoxes kBoxes = kTokenBoxes<C>;
     constexpr std::uint32_t kUnitsOfMany = kBoxes.many / kBoxes.few;
     auto row = static_cast<int>(place_ * Tokens::template kRowsOfPlace<C> + begin_ * kBoxes.few);
-    to += begin_ * kUnitBytes;
+    to += begin_ * kUnitBytes<C>;
 #pragma unroll 1
     for (std::uint32_t i = 0; i < units_ / kUnitsOfMany; ++i) {
       load_rows(maps_.many, to, full, static_cast<int>(k), row, paired_);
-      to += kUnitsOfMany * kUnitBytes;
+      to += kUnitsOfMany * kUnitBytes<C>;
       row += static_cast<int>(kBoxes.many);
     }
 #pragma unroll 1
     for (std::uint32_t i = 0; i < units_ % kUnitsOfMany; ++i) {
       load_rows(maps_.few, to, full, static_cast<int>(k), row, paired_);
-      to += kUnitBytes;
+      to += kUnitBytes<C>;
       row += static_cast<int>(kBoxes.few);
     }
   }
 
  private:
-  static constexpr std::uint32_t kUnitBytes = kTokenBoxes<C>.few * kStageRowBytes;
-
   std::uint32_t place_;
   const TokenMaps& maps_;
   bool paired_;
@@ -274,7 +276,7 @@ __device__ __forceinline__ bool load_tile(const TilePipeline<C>& pipeline, const
         const std::uint32_t block = task.first_k_block + kb;
         const std::uint32_t scale_bytes =
             kScaled<C> ? task.units * kUnitRows * static_cast<std::uint32_t>(sizeof(float)) : 0;
-        arrive_expect_bytes(full, rows.bytes_of(task) + scale_bytes);
+        arrive_expect_bytes(full, token_bytes<C>(task) + scale_bytes);
         rows.load(ring.tokens(place.stage), full, block * kStageColumns<C>);
         if constexpr (kScaled<C>) {
           load_bytes(
@@ -343,9 +345,7 @@ __device__ __forceinline__ bool load_scaled_tile(const TilePipeline<C>& pipeline
       __syncwarp();
       if (rehearsal) return true;
       if (lane == 0) {
-        std::uint32_t bytes = 0;
-        if constexpr (!kScalesAlone<Rows>) bytes = Rows::bytes_of(task);
-        arrive_expect_bytes(full, bytes);
+        arrive_expect_bytes(full, kScalesAlone<Rows> ? 0 : token_bytes<C>(task));
       }
       place.advance(ring.stages);
       if (++block + 1 < end) fetch(of);
