@@ -561,10 +561,9 @@ bool Engine::runs_few_tokens(const ForwardInput& input, const CallParams& call, 
 // See LaunchFacts.
 std::optional<std::int64_t> Engine::low_tokens(const ForwardInput& input,
                                                const CallParams& call) const {
-  // (A rank without tokens has nothing to route.)
-  if (low_grid_ == 0 || (call.tokens != 0 && (call.given_ids == nullptr || call.gated))) {
-    return std::nullopt;
-  }
+  // (A rank without tokens has nothing to route, and computes those of others.)
+  const bool routes = call.tokens != 0 || !distributed();
+  if (low_grid_ == 0 || (routes && (call.given_ids == nullptr || call.gated))) return std::nullopt;
   if (!distributed()) return call.tokens;
   if (input.max_tokens_per_rank == 0) return std::nullopt;
   return input.max_tokens_per_rank;
