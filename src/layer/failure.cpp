@@ -2,7 +2,9 @@
 
 #include <fmt/core.h>
 
+#include <chrono>
 #include <string>
+#include <thread>
 
 #include "fabric/fabric.h"
 #include "protocol/failure.h"
@@ -25,10 +27,29 @@ protocol::FailureRecord followed(const World& world, const protocol::FailureReco
   return blamed;
 }
 
+namespace {
+
+// What is known of the rank that is to blame. If a link was lost, another rank may have said so
+// before the goodbye of the lost one is here, so this waits a little for the reason.
+std::string liveness_of_blamed(const Fabric& fabric, const protocol::FailureRecord& record) {
+  constexpr std::chrono::milliseconds kGrace{200}, kStep{1};
+  const auto end = std::chrono::steady_clock::now() + kGrace;
+  for (;;) {
+    std::string known = fabric.liveness(record.peer);
+    if (!known.empty() || record.phase != protocol::Phase::kLink ||
+        std::chrono::steady_clock::now() >= end) {
+      return known;
+    }
+    std::this_thread::sleep_for(kStep);
+  }
+}
+
+}  // namespace
+
 void throw_failure(const World& world, const protocol::FailureRecord& record, const char* what) {
   const Fabric& fabric = world.fabric();
   const TimeoutError error =
-      protocol::timeout_error(record, fabric.rank(), fabric.liveness(record.peer), what);
+      protocol::timeout_error(record, fabric.rank(), liveness_of_blamed(fabric, record), what);
   fabric.report(error);
   throw error;
 }
