@@ -29,7 +29,7 @@ protocol::FailureRecord followed(const World& world, const protocol::FailureReco
 
 namespace {
 
-// What is known of the rank that is to blame. If a link was lost, another rank may have said so
+// Returns what is known of the rank to blame. If a link was lost, another rank may have said so
 // before the goodbye of the lost one is here, so this waits a little for the reason.
 std::string liveness_of_blamed(const Fabric& fabric, const protocol::FailureRecord& record) {
   constexpr std::chrono::milliseconds kGrace{200}, kStep{1};
