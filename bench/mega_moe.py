@@ -11,7 +11,7 @@ layers --routing-to FOLDER` wrote: with few tokens the rank with most experts de
 - anew: the input is bf16 and quantised in every pass (mega_moe_pre_dispatch_sm90), as our layer does.
 - in place: the quantised input lies in the kernel's buffer already. Less work than ours.
 
-Of the ways to call it the one that is right and fastest anew counts, in place too; wrong ones are told. The kernel
+A point's time is that of the fastest right way to call the kernel anew; the script tells which ways are wrong. The kernel
 is compiled for the size of its buffer: for 8192 tokens, for 512, and for no more than there are (to the next 128).
 Newer versions (0.2.5) are also told how many tokens there are at most (num_tokens_bound), which chooses the schedule
 instead of the buffer's size, and begin a kernel before the one ahead of it ends (set_pdl), as SGLang has it. Before

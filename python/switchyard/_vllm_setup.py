@@ -84,11 +84,8 @@ def shares_rows(moe_config: Any, tensor_parallel: int) -> int:
     return 1 if moe_config.moe_parallel_config.sp_size > 1 else tensor_parallel
 
 
-def refuse_fused(options: Options, vllm_config: Any, moe_config: Any, exchanges: bool) -> None:
-    """Raise `Unsupported` for a deployment in which Switchyard cannot exchange tokens itself, saying why.
-
-    exchanges: Switchyard does already. vLLM's all2all backend is then what the plugin has set.
-    """
+def refuse_fused(options: Options, vllm_config: Any, moe_config: Any) -> None:
+    """Raise `Unsupported` for a deployment in which Switchyard cannot exchange tokens itself, saying why."""
     parallel, moe_parallel = vllm_config.parallel_config, moe_config.moe_parallel_config
     ranks = max(moe_parallel.dp_size, moe_parallel.tp_size, getattr(parallel, "tensor_parallel_size", 1))
     if not moe_parallel.use_ep and ranks > 1:
@@ -116,18 +113,35 @@ def refuse_fused(options: Options, vllm_config: Any, moe_config: Any, exchanges:
                 f"{_FUSED} with {what} parallelism over {count_text(getattr(parallel, name), 'rank')}, which was never "
                 "tried; leave one of them out"
             )
-    if not exchanges and moe_parallel.all2all_backend != "allgather_reducescatter":
+
+
+def refuse_all2all(options: Options, moe_config: Any) -> None:
+    """Raise `Unsupported` for an exchange of tokens that Switchyard can neither use nor replace, saying why."""
+    moe_parallel = moe_config.moe_parallel_config
+    if is_fused(options, moe_config) and moe_parallel.all2all_backend != "allgather_reducescatter":
         raise Unsupported(
             f"{_FUSED}, and --all2all-backend is {moe_parallel.all2all_backend!r}: Switchyard exchanges the tokens, so "
             "leave --all2all-backend out"
         )
+    if moe_parallel.use_all2all_kernels and not moe_parallel.use_ag_rs_all2all_kernels:
+        raise Unsupported(
+            f"--all2all-backend is {moe_parallel.all2all_backend!r}, whose activation formats "
+            "Switchyard does not take; use allgather_reducescatter"
+        )
+    if moe_parallel.all2all_backend == "passthrough":
+        raise Unsupported(
+            "--all2all-backend is 'passthrough', but the plugin does not exchange tokens itself unless "
+            'expert_parallel is "fused"; use allgather_reducescatter in both cases'
+        )
 
 
 def refuse(options: Options, vllm_config: Any, moe_config: Any, exchanges: bool = False) -> None:
-    """Raise `Unsupported` for a deployment that Switchyard cannot serve, saying what and why. exchanges: see
-    refuse_fused()."""
+    """Raise `Unsupported` for a deployment that Switchyard cannot serve, saying what and why.
+
+    exchanges: Switchyard exchanges tokens already. vLLM's all2all backend is then what the plugin has set.
+    """
     if options.expert_parallel == "fused":
-        refuse_fused(options, vllm_config, moe_config, exchanges)
+        refuse_fused(options, vllm_config, moe_config)
     parallel = vllm_config.parallel_config
     moe_parallel = moe_config.moe_parallel_config
     if moe_config.moe_backend != "auto":
@@ -147,17 +161,8 @@ def refuse(options: Options, vllm_config: Any, moe_config: Any, exchanges: bool 
         )
     if getattr(parallel, "enable_elastic_ep", False):
         raise Unsupported("elastic expert parallelism changes how many experts a rank has; turn it off")
-    kernels = not exchanges and moe_parallel.use_all2all_kernels
-    if kernels and not moe_parallel.use_ag_rs_all2all_kernels:
-        raise Unsupported(
-            f"--all2all-backend is {moe_parallel.all2all_backend!r}, whose activation formats "
-            "Switchyard does not take; use allgather_reducescatter"
-        )
-    if not exchanges and moe_parallel.all2all_backend == "passthrough":
-        raise Unsupported(
-            "--all2all-backend is 'passthrough', but the plugin does not exchange tokens itself unless "
-            'expert_parallel is "fused"; use allgather_reducescatter in both cases'
-        )
+    if not exchanges:
+        refuse_all2all(options, moe_config)
     if vllm_config.device_config.device_type == "cuda":
         refuse_too_few_sms(
             options.reserved_sms,

@@ -82,7 +82,7 @@ class BoxPlaces {
     scales_ = Box::kScalesAt +
               (group * (kWarpgroup / 4) + thread / 32 * 8 + thread % 32 / 4) * Box::kScaleBytes;
   }
-  // From the box at `box` + `more`, of which `more` may be a constant.
+  // Loads them from the box at `box` + `more`, of which `more` may be a constant.
   __device__ __forceinline__ BoxWords load(std::uint32_t box, std::uint32_t more = 0) const {
     BoxWords words{load_shared_vector(box + codes_ + more), {}};
     if constexpr (FourBitBox<kType>::kIsFloat) {
