@@ -1,17 +1,23 @@
 #!/usr/bin/env python3
 """What the compiled kernels use: registers, shared memory, size, compile time.
 
-    scripts/cuda_report.py [--cuobjdump PATH] [--times FILE]... [--require INSTRUCTION]... LIBRARY
+    scripts/cuda_report.py [--cuobjdump PATH] [--times FILE]... [--require INSTRUCTION]...
+                           [--sizes FILE --compiler VERSION [--record]] LIBRARY
 
 Fails (exit code 1) if any kernel has a stack frame or local memory: the kernels are written to keep
 everything in registers and shared memory, and a spill in an inner loop costs more than anything else
 on this page. Fails, too, if no kernel has an instruction that is required, by its full name; only then
 code is disassembled, which takes most of a minute. `cmake --build build --target cuda_report` runs it
 on what was built.
+
+FILE has the size of each kernel's code as one version of nvcc makes it. The report fails if a kernel has
+grown by more than a hundredth: a branch in a loop that is unrolled over all sums cost 2 % of a pass once,
+and went unseen. If the growth is meant, --record writes the sizes of this build instead.
 """
 
 import argparse
 import csv
+import json
 import os
 import re
 import shutil
@@ -19,6 +25,8 @@ import struct
 import subprocess
 import sys
 import tempfile
+
+MOST_GROWTH = 1.01  # of a kernel's code
 
 
 def run(command, directory=None):
@@ -84,6 +92,41 @@ def demangled(names):
     return dict(zip(names, text.splitlines()))
 
 
+def short(name):
+    """`layer_kernel<FP8Policy, true, true>` of a demangled name: without namespaces, result and parameters"""
+    name = name.replace("(anonymous namespace)::", "").replace("switchyard::gpu::", "").removeprefix("void ")
+    depth = 0
+    for i, c in enumerate(name):
+        depth += {"<": 1, ">": -1}.get(c, 0)
+        if c == "(" and depth == 0:
+            return name[:i]
+    return name
+
+
+def growth(path, compiler, compiled):
+    """Failures of kernels that are larger than FILE says, or that it does not know. `compiled`: {name: bytes}"""
+    with open(path) as file:
+        recorded = json.load(file)
+    if recorded["nvcc"] != compiler:
+        print(f"sizes are recorded for nvcc {recorded['nvcc']}, this is {compiler}: not compared")
+        return []
+    remedy = "; make it smaller, or run cuda_report.py with --record and say why in the commit"
+    failures = []
+    for name, size in compiled.items():
+        before = recorded["bytes"].get(name)
+        if before is None:
+            failures.append(f"{name}: no size is recorded for it{remedy}")
+        elif size > MOST_GROWTH * before:
+            failures.append(f"{name}: {size} bytes of code, {100 * (size / before - 1):.1f} % more than recorded{remedy}")
+    return failures
+
+
+def record(path, compiler, compiled):
+    with open(path, "w") as file:
+        json.dump({"nvcc": compiler, "bytes": dict(sorted(compiled.items()))}, file, indent=1)
+        file.write("\n")
+
+
 def print_times(path):
     """Of the last compilation: nvcc appends to the file, and ends each with a row of its own."""
     if not os.path.exists(path):
@@ -115,7 +158,14 @@ def main():
     parser.add_argument("--times", action="append", default=[],
                         help="what nvcc --time wrote, once per file")
     parser.add_argument("--require", action="append", default=[], metavar="INSTRUCTION")
+    parser.add_argument("--sizes", metavar="FILE", help="the sizes of kernels that were recorded")
+    parser.add_argument("--compiler", metavar="VERSION", help="nvcc's version, with --sizes")
+    parser.add_argument("--record", action="store_true", help="write FILE instead of comparing with it")
     arguments = parser.parse_args()
+    if arguments.sizes and not arguments.compiler:
+        parser.error("--sizes needs --compiler: another nvcc makes other code")
+    if arguments.record and not arguments.sizes:
+        parser.error("--record needs --sizes")
 
     used = resources(arguments.cuobjdump, arguments.library)
     if not used:
@@ -144,6 +194,12 @@ def main():
         print(f"{instruction}: in {', '.join(having) or 'no kernel'}")
         if not having:
             failures.append(f"no kernel has {instruction}")
+    if arguments.sizes:
+        by_name = {short(names[name]): size for name, size in compiled.items()}
+        if arguments.record:
+            record(arguments.sizes, arguments.compiler, by_name)
+        else:
+            failures += growth(arguments.sizes, arguments.compiler, by_name)
     for failure in failures:
         print(f"cuda_report: {failure}", file=sys.stderr)
     return 1 if failures else 0

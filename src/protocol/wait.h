@@ -157,7 +157,6 @@ class Patience {
                                    std::uint32_t beat) {
     const WaitsFor wait{lack.phase, lack.peer, epoch, lack.peer == heaps.rank};
     store_release(&heaps.control(heaps.rank)->waits_for, wait.pack(beat));
-    if (heaps.shown != nullptr && !wait.own) store_relaxed(heaps.shown, wait.pack(beat));
     if constexpr (requires { pace.show(wait); }) {
       pace.show(wait);
       if (lack.peer != heaps.rank && pace.is_gone(lack.peer)) {
@@ -180,6 +179,10 @@ class Patience {
       return false;
     }
     waited_ += passed < judging_ns / 4 ? passed : judging_ns / 4;
+    if (heaps.shown != nullptr && !wait.own && waited_ >= shown_after(deadline_ns)) {
+      shown_ = true;
+      store_relaxed(heaps.shown, wait.pack(beat));
+    }
     if (waited_ < deadline_ns - judging_ns) return false;
     if (judging_ == 0) {
       judging_ = start_judging(heaps) ? 1 : 0;
@@ -227,7 +230,7 @@ class Patience {
   SWITCHYARD_HOST_DEVICE void end(const Heaps& heaps, const Pace& pace) const {
     if (clock_runs_) {
       store_release(&heaps.control(heaps.rank)->waits_for, std::uint64_t{0});
-      if (heaps.shown != nullptr) store_relaxed(heaps.shown, std::uint64_t{0});
+      if (shown_) store_relaxed(heaps.shown, std::uint64_t{0});
       if constexpr (requires { pace.end_wait(); }) pace.end_wait();
     }
     if (judging_ != 0) stop_judging(heaps);
@@ -252,9 +255,18 @@ class Patience {
   // few ticks pass and few steps are completed, so the low bits suffice.
   static constexpr std::uint64_t kTick = 1024;  // ns
 
+  // A kernel's wait is shown outside the GPU once nothing has moved for so long. The word is in the
+  // host's memory, and the next release at system scope waits until a store there has crossed the
+  // bus, so waits of every pass must not store there.
+  static constexpr std::uint64_t shown_after(std::uint64_t deadline_ns) {
+    constexpr std::uint64_t kLong = 2'000'000;  // ns
+    return deadline_ns / 8 < kLong ? deadline_ns / 8 : kLong;
+  }
+
   // Most waits end within a few looks. Until then this thread neither starts the clock nor reads
   // other ranks' words.
   bool clock_runs_ = false;
+  bool shown_ = false;         // in heaps.shown
   std::uint32_t judging_ = 0;  // 1 + the looks since this thread became the judge; 0: it is not
   std::uint32_t last_ = 0, progress_ = 0;
   std::uint64_t waited_ = 0;  // ns

@@ -26,7 +26,7 @@ __global__ void evaluate(gpu::ActivationForm form, float limit, Part part, const
   const std::size_t i = blockIdx.x * std::size_t{blockDim.x} + threadIdx.x;
   if (i >= count) return;
   result[i] = part == Part::kSiluGate ? gpu::silu(v[i], form.first)
-              : part == Part::kUp     ? gpu::bound_up(form, limit, v[i])
+              : part == Part::kUp     ? gpu::bend_up(form, limit, v[i])
               : form.is_tanh          ? gpu::activate_tanh(form, v[i])
               : form.bend != 0        ? gpu::activate_bend(form, v[i])
                                       : gpu::activate_ramp(form, v[i]);

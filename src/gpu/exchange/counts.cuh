@@ -57,7 +57,6 @@ __device__ __forceinline__ std::uint32_t choose_sources(const Exchange<P>& excha
         }
         if (chosen != 0) return true;
         const bool patient = device_now_ns() - start < patience_ns;
-        if (patience_ns == kWaitsForAll) ahead = 0;
         const std::uint32_t choice = first_sources(all, here, ahead, patient);
         if (choice == 0) return false;
         chosen = atomicCAS(word, 0u, choice);
@@ -120,10 +119,12 @@ __device__ __forceinline__ bool await_words_of_counts(const Exchange<P>& exchang
   }
   return arrived;
 }
-// Does the same in all loading warps, which get the same answer. Called after choose_sources().
+// Does the same in all loading warps, which get the same answer: true if all lists are there, as
+// the threads say, and the counts.
 template <typename P>
-__device__ __forceinline__ bool await_counts(const Exchange<P>& exchange, std::uint32_t sources) {
-  const bool arrived = await_words_of_counts<kWarpgroup>(exchange, sources);
+__device__ __forceinline__ bool await_counts(const Exchange<P>& exchange, std::uint32_t sources,
+                                             bool listed) {
+  const bool arrived = listed && await_words_of_counts<kWarpgroup>(exchange, sources);
   return !named_barrier_any<kWarpgroup>(kOfLoading, !arrived);
 }
 

@@ -127,7 +127,7 @@ __device__ __forceinline__ void finish_grouped(const GroupedParams& params,
     }
   }
   if constexpr (kActivates) {
-    finish_products<kVariant, kGated>(
+    finish_products<kVariant, false, kGated>(
         epilogue, task, group, [](std::uint32_t) {}, acc);
     if (to.call.products != nullptr) store_products(params, to, places, sum);
     places.activate(params.form, acc);

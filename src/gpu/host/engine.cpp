@@ -120,7 +120,7 @@ class Engine final : public LayerEngine {
   void choose_grid();
   unsigned choose_low_grid() const;
   int resident_blocks(LayerKernel kernel, std::uint32_t shared_bytes) const;
-  TileOrder order_of(unsigned blocks, int tile_height) const;
+  TileOrder order_of(unsigned blocks, const PolicyFacts& facts) const;
   void describe_low();
   std::uint64_t patience_ns_for(std::int64_t tokens) const;
   void require_room();
@@ -483,11 +483,9 @@ void Engine::require_room() {
   });
 }
 
-TileOrder Engine::order_of(unsigned blocks, int tile_height) const {
+TileOrder Engine::order_of(unsigned blocks, const PolicyFacts& facts) const {
   int depth = std::max(1, params_.routed.intermediate);
   if (spec_.shared_intermediate > 0) depth = std::min(depth, params_.shared.intermediate);
-  PolicyFacts facts = policy();
-  facts.tile.token_rows.max_height = tile_height;
   return tile_order(facts, options_.cuda.schedule, blocks, params_.routed.gemm1_rows,
                     params_.shared.gemm1_rows, depth);
 }
@@ -497,7 +495,10 @@ void Engine::describe_low() {
   if (low_grid_ == 0) return;
   low_params_ = params_;
   static_cast<LargeStorage&>(low_params_) = kernel_.low.storage;
-  low_params_.order = order_of(low_grid_, kLowRows);
+  PolicyFacts low = policy();
+  low.tile.token_rows.max_height = kLowRows;
+  low.stage_parts = kLowParts;
+  low_params_.order = order_of(low_grid_, low);
   layout_->cut_slots(low_params_);
 }
 
@@ -521,7 +522,7 @@ std::uint64_t Engine::patience_ns_for(std::int64_t tokens) const {
 PassSizes Engine::pass_sizes() const {
   PassSizes sizes;
   sizes.policy = policy();
-  sizes.order = order_of(grid_, policy().tile.max_height());
+  sizes.order = order_of(grid_, policy());
   if (low_grid_ != 0) {
     sizes.low_rows = low_rows_here(options_.cuda.schedule, num_places(), world_.size());
   }

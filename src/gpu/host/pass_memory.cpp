@@ -83,7 +83,8 @@ TileOrder tile_order(const PolicyFacts& policy, const Schedule& schedule, unsign
   const std::uint32_t rows = routed_rows == 0 || (shared_rows != 0 && shared_rows < routed_rows)
                                  ? shared_rows
                                  : routed_rows;
-  const int stages = protocol::ceil_div(depth * policy.numerics.token_bytes(), kStageRowBytes);
+  const int stages = protocol::ceil_div(depth * policy.numerics.token_bytes(),
+                                        policy.stage_parts * kStageRowBytes);
   return choose_order(schedule, {blocks, rows, static_cast<std::uint32_t>(policy.tile.weight_rows),
                                  static_cast<std::uint32_t>(policy.tile.max_height()),
                                  kLeastBandRows, static_cast<std::uint32_t>(stages)});

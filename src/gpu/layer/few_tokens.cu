@@ -658,8 +658,13 @@ struct Few {
         if (kGated && p.gate_bias != nullptr) v += __ldg(p.gate_bias + at);
         if (p.up_biases != nullptr) linear += __ldg(p.up_biases + at);
         if (kGated && p.clamps) {
-          if (p.form.bend == 0) v = at_most(v, p.limit);
-          up = bound_up(p.form, p.limit, up) + p.up_bias;
+          if (p.form.bend == 0) {
+            v = at_most(v, p.limit);
+            up = at_least(at_most(up, p.limit), -p.limit);
+          } else {
+            up = bend_up(p.form, p.limit, up);
+          }
+          up += p.up_bias;
         }
       }
       v = p.form.is_tanh     ? activate_tanh(p.form, v)

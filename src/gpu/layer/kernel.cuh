@@ -39,11 +39,9 @@
 //   barrier      arrivals that complete a phase                                waited for by
 //   full[s]      weights: 1 arrival + bytes; tokens: 1 arrival + bytes, or     math
 //                in small passes 64 arrivals: copies of x, or one with h's
-//                bytes. In low passes a task's last group of stages is filled up
-//                with empty ones
+//                bytes
 //   empty[s]     8 math warps, of both blocks of a pair, when the products     weights, tokens
-//                that read the stage are done; in low passes only that of a
-//                group's last stage
+//                that read the stage are done
 //   task_full    scheduler                                                     all other roles
 //   demand       weights, a few stages before the end of a GEMM, and tokens    scheduler
 //                or gather, when its rows are there; or twice math, when
@@ -130,9 +128,9 @@ __device__ __forceinline__ void describe_pass(const Pass<P>& pass) {
   PassState<P>& state = block.pass;
   block.queue.handed_out = 1;  // see describe_first
   state.send.first_sends = state.send.send_lead = 0;
-  // begin_first_round() chooses the sources of passes of several ranks.
+  // (Where late ranks may have a round of their own, begin_first_round() chooses the sources.)
   if constexpr (!P::kOneRank) {
-    state.tiles.round = {.sources = 1u << pass.life().rank(), .last = true};
+    state.tiles.round = {.sources = pass.exchange().all_sources(), .last = true};
   }
   state.life.going = Going::kOn;
   state.life.plan_failed = false;
@@ -296,7 +294,7 @@ __global__ void __launch_bounds__(kThreads, P::kBlocksPerSM)
       __nanosleep(1000);
     }
   }
-  if (call.paired != 0) {
+  if (P::kTile.cluster != 1 && call.paired != 0) {
     // (If the world was aborted before the pass, the other block may not have started.)
     if (!planned && !block.pass.life.aborted && threadIdx.x == 0) give_up_pair(pass.life());
     // A block must not leave while the other may still write into its memory.

@@ -120,7 +120,7 @@ struct LowPass : P {
   static constexpr TileConfig kTile =
       single_block_tile({kLowRows, kLowRows, kLowRows}, kUsualStages, 0);
   static constexpr int kSlotRows = kLowRows;
-  static constexpr std::uint32_t kStageGroup = 4;
+  static constexpr std::uint32_t kStageParts = kLowParts, kStagesTogether = 1, kStagesAhead = 3;
   static constexpr bool kGivenRouting = true;
   static constexpr GateLoads kGate = GateLoads::kCaches;
   static constexpr bool kLendsRing = false;
@@ -130,6 +130,7 @@ struct LowPass : P {
 };
 template <typename P>
 struct SmallLowPass : SmallChoices<LowPass<P>> {
+  static constexpr std::uint32_t kStagesTogether = 1, kStagesAhead = 1;
   static constexpr TileConfig kTile =
       single_block_tile({kLowRows, kLowRows, kLowRows}, kUsualStages, kMaxLog2Splits);
 };
@@ -148,10 +149,8 @@ struct ValidPolicy {
   static_assert(P::kNumerics.weight.compute == P::kNumerics.token.compute,
                 "the matrix instruction takes operands of one type");
   static_assert(P::kSlotRows >= P::kTile.max_height(), "a slot has room for a tile of most tokens");
-  static_assert(StageLayout<P>::kStages % kStageGroup<P> == 0, "the ring has whole groups");
-  static_assert(kStageGroup<P> == 1 ||
-                    (P::kStagesTogether == kStageGroup<P> && P::kSlotRows == kLowRows),
-                "stages that are taken together are filled together, with the boxes of low passes");
+  static_assert(kStageParts<P> == 1 || (P::kStagesTogether == 1 && P::kSlotRows == kLowRows),
+                "stages of several parts are filled one by one, with the boxes of low passes");
 };
 static_assert(BF16Policy::kSmallTokens == kMostSmallTokens &&
               FP8Policy::kSmallTokens == kMostSmallTokens);
@@ -182,6 +181,7 @@ struct PolicyFacts {
   TileConfig tile;
   int small_tokens, small_logits;  // the most that a small pass may have
   int hidden_stretch;              // see kHiddenStretch
+  int stage_parts;                 // see kStageParts
 
   // The multiple that columns and rows of a matrix are padded to, for the copy engine.
   int alignment() const {
@@ -190,7 +190,8 @@ struct PolicyFacts {
 };
 template <typename P>
 constexpr PolicyFacts facts_of() {
-  return {P::kNumerics, P::kTile, P::kSmallTokens, P::kSmallLogits, kHiddenStretch<P>};
+  return {P::kNumerics,    P::kTile,          P::kSmallTokens,
+          P::kSmallLogits, kHiddenStretch<P>, kStageParts<P>};
 }
 
 }  // namespace switchyard::gpu

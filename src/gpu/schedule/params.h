@@ -13,6 +13,8 @@ inline constexpr int kMaxDeviceRanks = 32;  // see ExpertSource
 enum class PassSize { kSmall, kLarge };
 // The most token rows of a tile in a low pass; see LowPass.
 inline constexpr int kLowRows = 16;
+// The parts of their stages; see kStageParts.
+inline constexpr int kLowParts = 4;
 // The role that tells other blocks that a block has stored its part of a tile. To tell, it must
 // first wait until the part has reached the L2 cache, which takes 1 us.
 enum class Publisher {

@@ -93,7 +93,7 @@ template <typename P>
 __device__ __forceinline__ std::uint32_t log2_splits(const Progress<P>& progress,
                                                      std::uint32_t tiles,
                                                      std::uint32_t shared_tiles) {
-  constexpr int kFewest = 8 * static_cast<int>(kStageColumns<P>);
+  constexpr int kFewest = 8 * static_cast<int>(kPartColumns<P>);
   const std::uint32_t tasks = tiles * protocol::ceil_div(progress.table.shape.hidden, kTileRows);
   int depth = progress.experts.routed.intermediate;
   if (shared_tiles != 0) depth = min(depth, progress.experts.shared.intermediate);

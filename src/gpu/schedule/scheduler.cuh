@@ -85,6 +85,9 @@ __device__ __forceinline__ TileTask describe(const Schedule<P>& schedule,
   const int depth = first ? schedule.table.shape.hidden
                           : schedule.progress.experts.ffn(d.shared != 0).intermediate;
   cut.k_blocks = static_cast<std::uint32_t>(protocol::ceil_div(depth, int{kStageColumns<P>}));
+  if constexpr (kStageParts<P> != 1) {
+    cut.k_parts = static_cast<std::uint32_t>(protocol::ceil_div(depth, int{kPartColumns<P>}));
+  }
   cut.log2_splits = first ? 0 : schedule.progress.work.log2_splits;
   cut_task<P>(d, cut, schedule.paired, share);
   if (d.shared == 0) d.list = schedule.list_of(d.expert) + d.first_row;

@@ -25,10 +25,9 @@ __device__ __forceinline__ float activate_ramp(const ActivationForm& form, float
   const float r = at_least(v, form.least);
   return form.squares ? r * r : r;
 }
-// The up factor under the limits of a gated activation.
-__device__ __forceinline__ float bound_up(const ActivationForm& form, float limit, float up) {
-  if (form.bend != 0) return form.second == 0 ? up : limit * fast_tanh(form.second * up);
-  return at_least(at_most(up, limit), -limit);
+// The up factor beside activate_bend().
+__device__ __forceinline__ float bend_up(const ActivationForm& form, float limit, float up) {
+  return form.second == 0 ? up : limit * fast_tanh(form.second * up);
 }
 // Activates sums in place. If kGated, the first kPart of every kStep sums are gate's and are
 // multiplied by up's, which follow them.

@@ -86,9 +86,22 @@ template <typename C>
 inline constexpr bool kScaled = C::kNumerics.scaled();
 template <typename C>
 inline constexpr bool kTokenMajor = C::kTile.orientation == Orientation::kTokenMajor;
+// The parts of a stage. Each has kStageRowBytes of a token, and K's last stage may have fewer. A
+// stage of several parts costs the loading threads, and looks at its barriers, no more than a stage
+// of one.
 template <typename C>
-inline constexpr std::uint32_t kStageColumns =
+inline constexpr std::uint32_t kStageParts = [] {
+  if constexpr (requires { C::kStageParts; }) {
+    return std::uint32_t{C::kStageParts};
+  } else {
+    return 1u;
+  }
+}();
+template <typename C>
+inline constexpr std::uint32_t kPartColumns =
     static_cast<std::uint32_t>(C::kNumerics.stage_columns());
+template <typename C>
+inline constexpr std::uint32_t kStageColumns = kStageParts<C>* kPartColumns<C>;
 template <typename C>
 inline constexpr bool kFourBit = C::kNumerics.four_bit();
 template <typename C, bool = kFourBit<C>>
@@ -163,17 +176,6 @@ inline constexpr bool kTiesOperands = requires {
   requires C::kTiesOperands;
 };
 
-// How many stages math warps take together: see multiply_together(). A task's last stages are then
-// followed by empty ones, so that each task begins with a group.
-template <typename C>
-inline constexpr std::uint32_t kStageGroup = [] {
-  if constexpr (requires { C::kStageGroup; }) {
-    return std::uint32_t{C::kStageGroup};
-  } else {
-    return 1u;
-  }
-}();
-
 // The bytes of the ring: a block has it all, unless it shares the multiprocessor with another.
 template <typename C>
 inline constexpr std::uint32_t kRing = [] {
@@ -189,15 +191,17 @@ inline constexpr std::uint32_t kRing = [] {
 // the highest tile, so that its size is a constant of the kernel.
 template <typename C>
 struct StageLayout {
-  static constexpr bool kFixed = kJoinedScales<C> || kStageGroup<C> != 1;
+  static constexpr bool kFixed = kJoinedScales<C> || kStageParts<C> != 1;
   static constexpr bool kFixedCount = kFixed && !kLendsRing<C>;
   static constexpr bool kMayGather = gpu::kMayGather<C>;
   // (The swizzle wants multiples of 1024.)
   static constexpr std::uint32_t kTokensAt =
       protocol::round_up<std::uint32_t>(kBoxes<C> * kBoxBytes<C>, 1024);
   static constexpr std::uint32_t bytes(std::uint32_t height) {
-    return kTokensAt + (kFixed ? kMaxHeight<C> : height) * kStageRowBytes;
+    return kTokensAt + kStageParts<C> * (kFixed ? kMaxHeight<C> : height) * kStageRowBytes;
   }
+  // The bytes of tokens in each of several parts.
+  static constexpr std::uint32_t kTokenPartBytes = kMaxHeight<C> * kStageRowBytes;
   // The stages of so many bytes of the ring; the other count() is of all.
   static constexpr std::uint32_t count(std::uint32_t height, std::uint32_t ring_bytes) {
     constexpr auto kMost = static_cast<std::uint32_t>(C::kTile.stages);

@@ -18,6 +18,7 @@ struct TileCut {
   std::uint32_t part;
   std::uint32_t k_blocks;  // stages of the whole K
   std::uint32_t log2_splits;
+  std::uint32_t k_parts = 0;  // parts of all stages, where stages have several
 };
 
 // Gives a task the rows, the weight rows and the part of K that this block computes. The kind, the
@@ -49,7 +50,11 @@ __device__ __forceinline__ void cut_task(TileTask& task, const TileCut& cut, std
   task.units = protocol::ceil_div(task.rows, kUnitRows);
   task.one_tile = cut.tiles.count == 1 ? 1 : 0;
   task.first_k_block = cut.k_blocks * task.split >> cut.log2_splits;
-  task.k_blocks = (cut.k_blocks * (task.split + 1) >> cut.log2_splits) - task.first_k_block;
+  const std::uint32_t end = cut.k_blocks * (task.split + 1) >> cut.log2_splits;
+  task.k_blocks = end - task.first_k_block;
+  if constexpr (kStageParts<C> != 1) {
+    task.last_parts = min(cut.k_parts - (end - 1) * kStageParts<C>, kStageParts<C>);
+  }
 }
 
 }  // namespace switchyard::gpu

@@ -15,8 +15,9 @@ using Places = std::conditional_t<kTokenMajor<C>, TokenMajorPlaces<kVariant, kGa
                                   WeightMajorPlaces<kVariant, kGated, C>>;
 
 // Finishes the products of a first GEMM, up to the activation. fetch_weights(group) notes the
-// weights of the tile's tokens; it is called only if the layer weights the input.
-template <int kVariant, bool kGated, typename C, typename FetchWeights>
+// weights of the tile's tokens; it is called only if the layer weights the input. With kSilu the
+// activation is SiLU, perhaps with bounds.
+template <int kVariant, bool kSilu, bool kGated, typename C, typename FetchWeights>
 __device__ __forceinline__ void finish_products(const Epilogue<C>& epilogue, const TileTask& task,
                                                 std::uint32_t group, FetchWeights&& fetch_weights,
                                                 typename Places<kVariant, kGated, C>::Sums& acc) {
@@ -39,16 +40,22 @@ __device__ __forceinline__ void finish_products(const Epilogue<C>& epilogue, con
     apply(ffn.gate_scale, ffn.up_scale, [](float v, float scale) { return v * scale; });
   }
   apply(ffn.gate_bias, ffn.up_bias, [](float v, float bias) { return v + bias; });
-  // The parameterised SwiGLU: gate at most `limit`, up within it and moved by up_bias.
-  if (kGated && layer.clamps) {
+  if (!kGated || !layer.clamps) return;
+  // (A loop for each kind: a branch at every sum would take longer than the bounds do.)
+  if (kSilu || layer.form.bend == 0) {
+    // The parameterised SwiGLU: gate at most `limit`, up within it and moved by up_bias.
 #pragma unroll
     for (int i = 0; i < Its::kCount; ++i) {
       float& v = Its::at(acc, i);
-      if (Its::of_up(i)) {
-        v = bound_up(layer.form, layer.limit, v) + layer.up_bias;
-      } else if (layer.form.bend == 0) {
-        v = at_most(v, layer.limit);
-      }
+      v = at_most(v, layer.limit);
+      if (Its::of_up(i)) v = at_least(v, -layer.limit) + layer.up_bias;
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < Its::kCount; ++i) {
+      if (!Its::of_up(i)) continue;
+      float& v = Its::at(acc, i);
+      v = bend_up(layer.form, layer.limit, v) + layer.up_bias;
     }
   }
 }
@@ -59,7 +66,7 @@ __device__ __forceinline__ void finish_hidden(const Epilogue<C>& epilogue, const
                                               std::uint32_t group, const HiddenSlots<C>& to_slots,
                                               FetchWeights&& fetch_weights,
                                               typename Places<kVariant, kGated, C>::Sums& acc) {
-  finish_products<kVariant, kGated>(epilogue, task, group, fetch_weights, acc);
+  finish_products<kVariant, kSilu, kGated>(epilogue, task, group, fetch_weights, acc);
   store_hidden<kVariant, kSilu, kGated>(epilogue, task, group, to_slots, acc);
 }
 

@@ -30,11 +30,11 @@ __device__ __forceinline__ void gemm_tile(const TilePipeline<C>& pipeline, const
       multiply_as_codes<N>(pipeline, k_blocks, place, math_group(), sink.code_steps(meets), started,
                            acc);
     } else if constexpr (kFourBit<C> && N == 16) {
-      if constexpr (kStageGroup<C> != 1) {
+      if constexpr (kStageParts<C> != 1) {
         if (task.rows <= 8) {
-          multiply_together<1, N>(pipeline, k_blocks, place, math_group(), started, acc);
+          multiply_parts<1, N>(pipeline, task, place, math_group(), started, acc);
         } else {
-          multiply_together<2, N>(pipeline, k_blocks, place, math_group(), started, acc);
+          multiply_parts<2, N>(pipeline, task, place, math_group(), started, acc);
         }
       } else if (task.rows <= 8) {
         multiply_low<1, N>(pipeline, k_blocks, place, math_group(), started, acc);

@@ -66,21 +66,15 @@ struct WeightSource {
 // ring fills one after the other.
 template <typename C>
 __device__ __forceinline__ std::uint32_t stages_together(std::uint32_t stages) {
-  if constexpr (kStageGroup<C> != 1) return kStageGroup<C>;
   if constexpr (C::kStagesTogether == 1) return 1;
   // Math warps may keep a stage while they wait for the next one.
   return stages >= C::kStagesTogether + 2 ? C::kStagesTogether : 1;
 }
-// The end of the stages of a task that are filled together from `kb` on. Of a group, those behind
-// the task's last are empty.
+// The number of parts that a stage of a task has.
 template <typename C>
-__device__ __forceinline__ std::uint32_t end_of_stages(const TileTask& task, std::uint32_t kb,
-                                                       std::uint32_t together) {
-  return kStageGroup<C> != 1 ? kb + together : min(kb + together, task.k_blocks);
-}
-template <typename C>
-__device__ __forceinline__ bool is_empty_stage(const TileTask& task, std::uint32_t kb) {
-  return kStageGroup<C> != 1 && kb >= task.k_blocks;
+__device__ __forceinline__ std::uint32_t parts_of_stage(const TileTask& task, std::uint32_t kb) {
+  if constexpr (kStageParts<C> == 1) return 1;
+  return kb + 1 == task.k_blocks ? task.last_parts : kStageParts<C>;
 }
 // Waits until the ring has room for so many stages of a task from `place` on. Stages become free in
 // order, so the last one stands for all. Returns false if the pass was given up.
@@ -106,24 +100,19 @@ __device__ __forceinline__ bool load_weights(const TilePipeline<C>& pipeline,
   const std::uint32_t together = stages_together<C>(ring.stages);
   for (std::uint32_t kb = 0; kb < task.k_blocks;) {
     // (The compiler sees that a group of one is one.)
-    const std::uint32_t end =
-        C::kStagesTogether == 1 ? kb + 1 : end_of_stages<C>(task, kb, together);
+    const std::uint32_t end = C::kStagesTogether == 1 ? kb + 1 : min(kb + together, task.k_blocks);
     if (!await_room<false>(pipeline, ring, place, end - kb)) return false;
     if (rehearsal) break;
 #pragma unroll 1
     for (; kb < end; ++kb) {
       const std::uint32_t full = ring.full_barrier(place.stage);
-      if (is_empty_stage<C>(task, kb)) {
-        arrive(full);
-        place.advance(ring.stages);
-        continue;
-      }
       on_stage(kb);
-      arrive_expect_bytes(full, kBoxes<C> * kBoxBytes<C> + kScales);
+      const std::uint32_t box = kBoxBytes<C> / kStageParts<C> * parts_of_stage<C>(task, kb);
+      arrive_expect_bytes(full, kBoxes<C> * box + kScales);
       if constexpr (kFourBit<C>) {
         static_assert(kBoxes<C> == 1, "blocks of a pair have weights of their own");
-        load_bytes(ring.weights(place.stage), source.boxes + std::size_t{kb} * kBoxBytes<C>,
-                   kBoxBytes<C>, full, source.policy);
+        load_bytes(ring.weights(place.stage), source.boxes + std::size_t{kb} * kBoxBytes<C>, box,
+                   full, source.policy);
       } else {
         const int k = static_cast<int>((task.first_k_block + kb) * kStageColumns<C>);
 #pragma unroll
@@ -189,7 +178,7 @@ __device__ __forceinline__ std::uint32_t swizzled_place(std::uint32_t row, std::
 }
 
 template <typename C>
-inline constexpr TokenBoxes kTokenBoxes = kStageGroup<C> != 1 ? kLowTokenBoxes : kUsualTokenBoxes;
+inline constexpr TokenBoxes kTokenBoxes = kStageParts<C> != 1 ? kLowTokenBoxes : kUsualTokenBoxes;
 template <typename C>
 inline constexpr std::uint32_t kUnitBytes = kStageRowBytes* kTokenBoxes<C>.few;
 // The rows of a tile that are loaded, in units of the smaller box.
@@ -224,21 +213,30 @@ class TileRows {
     begin_ = units * share / shares;
     units_ = units * (share + 1) / shares - begin_;
   }
-  // Loads the columns from k on into a stage whose tokens are at `to` and whose barrier is `full`.
-  __device__ void load(std::uint32_t to, std::uint32_t full, std::uint32_t k) const {
+  // Loads the columns from k on into so many parts of a stage, whose tokens are at `to` and whose
+  // barrier is `full`.
+  __device__ void load(std::uint32_t to, std::uint32_t full, std::uint32_t k,
+                       std::uint32_t parts = 1) const {
     constexpr TokenBoxes kBoxes = kTokenBoxes<C>;
     constexpr std::uint32_t kUnitsOfMany = kBoxes.many / kBoxes.few;
     auto row = static_cast<int>(place_ * Tokens::template kRowsOfPlace<C> + begin_ * kBoxes.few);
     to += begin_ * kUnitBytes<C>;
+    const auto load_parts = [&](const CUtensorMap& map) {
+#pragma unroll 1
+      for (std::uint32_t part = 0; part < (kStageParts<C> == 1 ? 1 : parts); ++part) {
+        load_rows(map, to + part * StageLayout<C>::kTokenPartBytes, full,
+                  static_cast<int>(k + part * kPartColumns<C>), row, paired_);
+      }
+    };
 #pragma unroll 1
     for (std::uint32_t i = 0; i < units_ / kUnitsOfMany; ++i) {
-      load_rows(maps_.many, to, full, static_cast<int>(k), row, paired_);
+      load_parts(maps_.many);
       to += kUnitsOfMany * kUnitBytes<C>;
       row += static_cast<int>(kBoxes.many);
     }
 #pragma unroll 1
     for (std::uint32_t i = 0; i < units_ % kUnitsOfMany; ++i) {
-      load_rows(maps_.few, to, full, static_cast<int>(k), row, paired_);
+      load_parts(maps_.few);
       to += kUnitBytes<C>;
       row += static_cast<int>(kBoxes.few);
     }
@@ -262,7 +260,7 @@ __device__ __forceinline__ bool load_tile(const TilePipeline<C>& pipeline, const
   constexpr bool kTogether = kFourBit<C> && C::kStagesTogether != 1;
   const std::uint32_t together = kTogether ? stages_together<C>(ring.stages) : 1;
   for (std::uint32_t kb = 0; kb < task.k_blocks;) {
-    const std::uint32_t end = kTogether ? end_of_stages<C>(task, kb, together) : kb + 1;
+    const std::uint32_t end = kTogether ? min(kb + together, task.k_blocks) : kb + 1;
     if (!await_room<kGathers<C>>(pipeline, ring, place, end - kb)) return false;
     // Ordinary copies may have written these stages before. Warps that multiply each by itself read
     // them without the fence that matrix units want.
@@ -270,14 +268,12 @@ __device__ __forceinline__ bool load_tile(const TilePipeline<C>& pipeline, const
 #pragma unroll 1
     for (; kb < end; ++kb) {
       const std::uint32_t full = ring.full_barrier(place.stage);
-      if (is_empty_stage<C>(task, kb)) {
-        arrive(full);
-      } else if (!kGathers<C> || (thread < 32 && elect())) {
-        const std::uint32_t block = task.first_k_block + kb;
+      if (!kGathers<C> || (thread < 32 && elect())) {
+        const std::uint32_t block = task.first_k_block + kb, parts = parts_of_stage<C>(task, kb);
         const std::uint32_t scale_bytes =
             kScaled<C> ? task.units * kUnitRows * static_cast<std::uint32_t>(sizeof(float)) : 0;
-        arrive_expect_bytes(full, token_bytes<C>(task) + scale_bytes);
-        rows.load(ring.tokens(place.stage), full, block * kStageColumns<C>);
+        arrive_expect_bytes(full, parts * token_bytes<C>(task) + scale_bytes);
+        rows.load(ring.tokens(place.stage), full, block * kStageColumns<C>, parts);
         if constexpr (kScaled<C>) {
           load_bytes(
               ring.token_scales(place.stage),

@@ -7,6 +7,7 @@
 #include "gpu/ptx/wgmma.cuh"
 #include "gpu/tile/config.h"
 #include "gpu/tile/fragments.cuh"
+#include "gpu/tile/task.h"
 
 namespace switchyard::gpu {
 
@@ -345,92 +346,83 @@ __device__ __forceinline__ void multiply_low(const TilePipeline<C>& pipeline,
   } while (left != 0);
 }
 
-// The same where math warps take kStageGroup stages together. They look at all barriers of a group
-// at once, free it at once, and address its stages by constants, so that the loop has little but
-// conversions and products. A group that is not full waits for the slow way around the loop.
+// The same where stages have several parts: their places are constants, so that the loop has little
+// but conversions and products. A stage that is not full waits for the slow way around the loop.
 template <int kEights, int N, typename C, typename Started>
-__device__ __forceinline__ void multiply_together(const TilePipeline<C>& pipeline,
-                                                  std::uint32_t k_blocks, RingPlace& place,
-                                                  std::uint32_t group, Started&& started,
-                                                  float (&acc)[N / 2]) {
+__device__ __forceinline__ void multiply_parts(const TilePipeline<C>& pipeline,
+                                               const TileTask& task, RingPlace& place,
+                                               std::uint32_t group, Started&& started,
+                                               float (&acc)[N / 2]) {
   constexpr DType kType = C::kNumerics.weight.storage;
-  constexpr std::uint32_t kGroup = kStageGroup<C>, kStageBytes = StageLayout<C>::kStageBytes,
-                          kStages = StageLayout<C>::kStages;
-  static_assert(kGroup % 2 == 0 && kStageColumns<C> == FourBitBox<kType>::kColumns);
+  constexpr std::uint32_t kParts = kStageParts<C>, kStageBytes = StageLayout<C>::kStageBytes,
+                          kStages = StageLayout<C>::kStages,
+                          kTokenPartBytes = StageLayout<C>::kTokenPartBytes;
+  static_assert(kParts % 2 == 0 && kPartColumns<C> == FourBitBox<kType>::kColumns);
   using Stage = LowStage<kEights>;
   Multiplier<N, Share::kWeightRows, C> stage(pipeline, place, group);
   const BoxPlaces<kType> places(group);
-  // Where this thread's tokens are in the ring's first stage.
+  // Where this thread's tokens are in the ring's first part.
   std::uint32_t token_places[Stage::kLoads];
 #pragma unroll
   for (int i = 0; i < Stage::kLoads; ++i) {
     token_places[i] = stage.ring().tokens(0) + (Stage::token_place() ^ Stage::turn(i));
   }
-  const auto load = [&](Stage& to, std::uint32_t first, std::uint32_t number) {
-    const std::uint32_t at = first * kStageBytes;
-    to.words = places.load(stage.ring().weights(0) + at, number * kStageBytes);
+  const auto load = [&](Stage& to, std::uint32_t from, std::uint32_t part) {
+    const std::uint32_t at = from * kStageBytes;
+    to.words = places.load(stage.ring().weights(0) + at, part * FourBitBox<kType>::kBytes);
 #pragma unroll
     for (int i = 0; i < Stage::kLoads; ++i) {
-      load_matrices(token_places[i] + at + number * kStageBytes, to.tokens[i]);
+      load_matrices(token_places[i] + at + part * kTokenPartBytes, to.tokens[i]);
     }
   };
-  const auto is_full = [&](const RingPlace& at) {
-    bool full = true;
-#pragma unroll
-    for (std::uint32_t i = 0; i < kGroup; ++i) full &= stage.ready({at.stage + i, at.parity});
-    return full;
-  };
-  const auto await_full = [&](const RingPlace& at) {
-#pragma unroll 1
-    for (std::uint32_t i = 0; i < kGroup; ++i) {
-      const RingPlace one{at.stage + i, at.parity};
-      stage.await_bytes(stage.ready(one), one);
-    }
+  const auto await_full = [&] {
+    stage.await_bytes(stage.ready(), place);
     __syncwarp();
   };
 #pragma unroll
   for (float& sum : acc) sum = 0;
-  await_full(place);
+  await_full();
   started();
   Stage even, odd;
-  std::uint32_t groups = k_blocks / kGroup;
-  while (groups != 0) {
+  std::uint32_t whole = task.last_parts == kParts ? task.k_blocks : task.k_blocks - 1;
+  while (whole != 0) {
     load(even, place.stage, 0);
     SWITCHYARD_ROLLED
     for (bool goes_on = true; goes_on;) {
       RingPlace next = place;
-      next.advance(kStages, kGroup);
-      --groups;
-      const bool full = is_full(next);
+      next.advance(kStages);
+      --whole;
+      const bool full = stage.ready(next);
 #pragma unroll
-      for (std::uint32_t i = 0; i < kGroup; i += 2) {
+      for (std::uint32_t i = 0; i < kParts; i += 2) {
         load(odd, place.stage, i + 1);
         even.template multiply<kType>(acc);
-        // (Of a group that is not full the bytes are those of no stage, and are loaded again.)
-        if (i + 2 < kGroup) {
+        // (Of a stage that is not full the bytes are those of another, and are loaded again.)
+        if (i + 2 < kParts) {
           load(even, place.stage, i + 2);
         } else {
           load(even, next.stage, 0);
         }
         odd.template multiply<kType>(acc);
       }
-      stage.release(place.stage + kGroup - 1);
+      stage.release(place.stage);
       place = next;
       // Lanes that saw different answers would multiply apart from each other, so they vote.
-      goes_on = __all_sync(~0u, full & (groups != 0)) != 0;
+      goes_on = __all_sync(~0u, full & (whole != 0)) != 0;
     }
-    if (groups != 0) await_full(place);
+    if (whole != 0) await_full();
   }
-  const std::uint32_t rest = k_blocks % kGroup;
-  if (rest == 0) return;
-  if (k_blocks > kGroup) await_full(place);
+  // (Read again, because registers are few.)
+  const std::uint32_t parts = task.last_parts;
+  if (parts == kParts) return;
+  await_full();
 #pragma unroll 1
-  for (std::uint32_t i = 0; i < rest; ++i) {
-    load(even, place.stage + i, 0);
+  for (std::uint32_t i = 0; i < parts; ++i) {
+    load(even, place.stage, i);
     even.template multiply<kType>(acc);
   }
-  stage.release(place.stage + kGroup - 1);
-  place.advance(kStages, kGroup);
+  stage.release(place.stage);
+  place.advance(kStages);
 }
 
 // The K loop of a weight-major tile with weights of four bits that become E4M3, two boxes in a

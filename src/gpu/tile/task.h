@@ -25,6 +25,7 @@ struct TileTask {
   // 1: the blocks of a pair have different tiles and the same weight rows; 0: they have the same
   // tile.
   std::uint32_t two_tiles;
+  std::uint32_t last_parts;  // of the last stage, where stages have several
   // The entries of the tile's rows if there is one rank; null: the rows are the tokens in order.
   const std::uint32_t* list;
 };
@@ -34,7 +35,7 @@ struct TileTask {
 constexpr TileTask rehearsed_task() {
   TileTask task{};
   task.kind = TaskKind::kGemm1;
-  task.k_blocks = 1;
+  task.k_blocks = task.last_parts = 1;
   return task;
 }
 

@@ -103,43 +103,45 @@ __device__ __forceinline__ bool gather_tile(const TilePipeline<P>& pipeline,
       scale = tokens.row_scales + source * tokens.row_scale_stride;
     }
   }
+  constexpr std::uint32_t kParts = kStageParts<P>;
+  std::uint32_t part = 0;  // the next of the task's
+  const auto end_stage = [&] {
+    if (kScaled<P> && scale != nullptr) {
+      copy_word_async(ring.token_scales(place.stage) + 4 * thread, scale++);
+    }
+    arrive_after_copies(!rehearsal ? ring.full_barrier(place.stage) : rehearsal_barrier);
+    place.advance(ring.stages);
+  };
   const auto copy_rows = [&](auto copy) {
-    const std::uint32_t to = ring.tokens(place.stage) + my_place;
+    const std::uint32_t to =
+        ring.tokens(place.stage) + part % kParts * StageLayout<P>::kTokenPartBytes + my_place;
 #pragma unroll
     for (std::uint32_t i = 0; i < kMostRounds<P>; ++i) {
       if (i >= rounds) break;
       copy(to + i * kRoundBytes, from + std::size_t{offsets[i]} * 16);
     }
     if (one_more) copy(to + rounds * kRoundBytes, from + std::size_t{last_offset} * 16);
-    if (kScaled<P> && scale != nullptr) {
-      copy_word_async(ring.token_scales(place.stage) + 4 * thread, scale++);
-    }
-    arrive_after_copies(!rehearsal ? ring.full_barrier(place.stage) : rehearsal_barrier);
-    place.advance(ring.stages);
     from += kStageRowBytes;
+    if (++part % kParts == 0) end_stage();
+  };
+  const auto await_stage = [&] {
+    return part % kParts != 0 || ring.template await_free<true>(pipeline.waiter(), place);
   };
   const auto depth = static_cast<std::uint32_t>(hidden * P::kNumerics.token_bytes());
-  const std::uint32_t whole_blocks = !rehearsal ? depth / kStageRowBytes : 1;
-  // Stages become free together, if math warps take them so.
-  constexpr std::uint32_t kGroup = kStageGroup<P>;
-  const auto await_stage = [&](std::uint32_t kb) {
-    return kb % kGroup != 0 || await_room<true>(pipeline, ring, place, kGroup);
-  };
-  for (std::uint32_t kb = 0; kb < whole_blocks; ++kb) {
-    if (!await_stage(kb)) return false;
+  const std::uint32_t whole_parts = !rehearsal ? depth / kStageRowBytes : 1;
+  const std::uint32_t parts =
+      kParts == 1 ? task.k_blocks : (task.k_blocks - 1) * kParts + task.last_parts;
+  while (part < whole_parts) {
+    if (!await_stage()) return false;
     copy_rows([](std::uint32_t to, const std::byte* source) { copy_async(to, source); });
   }
-  if (whole_blocks < task.k_blocks) {
-    if (!await_stage(whole_blocks)) return false;
-    const bool inside = whole_blocks * kStageRowBytes + 16 * my_chunk < depth;
+  if (whole_parts < parts) {
+    if (!await_stage()) return false;
+    const bool inside = whole_parts * kStageRowBytes + 16 * my_chunk < depth;
     copy_rows(
         [inside](std::uint32_t to, const std::byte* source) { copy_async(to, source, inside); });
   }
-  if constexpr (kGroup != 1) {
-    for (; !rehearsal && place.stage % kGroup != 0; place.advance(ring.stages)) {
-      arrive(ring.full_barrier(place.stage));
-    }
-  }
+  if (part % kParts != 0) end_stage();
   return true;
 }
 
