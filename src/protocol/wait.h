@@ -258,7 +258,7 @@ class Patience {
   // A kernel's wait is shown outside the GPU once nothing has moved for so long. The word is in the
   // host's memory, and the next release at system scope waits until a store there has crossed the
   // bus, so waits of every pass must not store there.
-  static constexpr std::uint64_t shown_after(std::uint64_t deadline_ns) {
+  SWITCHYARD_HOST_DEVICE static constexpr std::uint64_t shown_after(std::uint64_t deadline_ns) {
     constexpr std::uint64_t kLong = 2'000'000;  // ns
     return deadline_ns / 8 < kLong ? deadline_ns / 8 : kLong;
   }
