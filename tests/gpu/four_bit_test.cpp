@@ -212,8 +212,9 @@ TEST_F(GpuFourBits, NonsenseIsRefused) {
 }
 
 // Passes whose routing is given and whose tiles have at most 16 rows have a kernel of their own,
-// and so have small ones among them. Skewed routing gives an expert several such tiles. The bits
-// are those of other kernels, as far as small passes do not cut K.
+// and so have small ones among them and those with up to 32 (here from 75 tokens on). Skewed
+// routing gives an expert several such tiles. The bits are those of other kernels, as far as small
+// passes do not cut K.
 TEST_F(GpuFourBits, LowPassesOfEverySkewAndSize) {
   for (const DType dtype : {kMxfp4, kInt4}) {
     for (const auto& [hidden, intermediate] :
@@ -229,7 +230,7 @@ TEST_F(GpuFourBits, LowPassesOfEverySkewAndSize) {
         };
         DeviceLayer by_size = layer_of({}, 64), low = layer_of(0, 64), high = layer_of(0, 0);
         for (const double beta : {1.0, 0.1}) {
-          for (const int tokens : {1, 5, 20, 33, 130}) {
+          for (const int tokens : {1, 5, 20, 33, 75, 130}) {
             SCOPED_TRACE(::testing::Message()
                          << to_string(dtype) << " " << hidden << " x " << intermediate << " gated "
                          << gated << " beta " << beta << " T " << tokens);

@@ -54,11 +54,14 @@ TEST(ChooseLaunch, LowPassesHaveFewRowsOfEachExpert) {
   EXPECT_EQ(of(32, {.low_rows = 0}), Launch::kSmall);
   EXPECT_EQ(of(32, {.small_tokens = 0}), Launch::kLow);
   EXPECT_EQ(of(33), Launch::kLow);
-  EXPECT_EQ(of(112), Launch::kLow);  // 14 rows per expert
-  EXPECT_EQ(of(113), Launch::kSingle);
+  EXPECT_EQ(of(88), Launch::kLow);  // 11 rows per expert
+  EXPECT_EQ(of(89), Launch::kTallLow);
+  EXPECT_EQ(of(208), Launch::kTallLow);  // 26
+  EXPECT_EQ(of(209), Launch::kSingle);
   EXPECT_EQ(of(33, {.low_rows = 0}), Launch::kSingle);
-  EXPECT_EQ(of(256, {.low_rows = 32}), Launch::kLow);
-  EXPECT_EQ(of(1000, {.paired_rows = 0, .low_rows = 1000}), Launch::kLow);
+  EXPECT_EQ(of(64, {.low_rows = 8}), Launch::kLow);
+  EXPECT_EQ(of(65, {.low_rows = 8}), Launch::kSingle);
+  EXPECT_EQ(of(1000, {.paired_rows = 0, .low_rows = 1000}), Launch::kTallLow);
 }
 
 TEST(Splits, GiveEveryBlockATaskAndAreNotTooLong) {

@@ -170,7 +170,7 @@ class Engine final : public LayerEngine {
   std::vector<std::pair<std::uint64_t, ExpertPlacement>> placements_;
   std::optional<DeviceTrace> trace_;
   std::unique_ptr<MappedMemory<Failures>> failures_ = std::make_unique<MappedMemory<Failures>>();
-  LayerParams params_{}, low_params_{};
+  LayerParams params_{}, low_params_{}, tall_low_params_{};
   ForwardStats stats_;
   std::unique_ptr<AbortLink> abort_link_;
   std::unique_ptr<ShownWord> shown_;             // uses the heap and the link
@@ -455,7 +455,7 @@ unsigned Engine::choose_low_grid() const {
     return 0;
   }
   int blocks = low.blocks_per_sm;
-  for (const LayerKernel kernel : {low.small, low.large}) {
+  for (const LayerKernel kernel : {low.small, low.large, low.tall}) {
     blocks = std::min(blocks, resident_blocks(kernel, low.shared_bytes));
   }
   return blocks < low.blocks_per_sm ? 0 : static_cast<unsigned>(low.blocks_per_sm) * grid_;
@@ -493,13 +493,17 @@ TileOrder Engine::order_of(unsigned blocks, const PolicyFacts& facts) const {
 // Makes what low passes see of the layer, whenever anything of it has changed.
 void Engine::describe_low() {
   if (low_grid_ == 0) return;
-  low_params_ = params_;
-  static_cast<LargeStorage&>(low_params_) = kernel_.low.storage;
-  PolicyFacts low = policy();
-  low.tile.token_rows.max_height = kLowRows;
-  low.stage_parts = kLowParts;
-  low_params_.order = order_of(low_grid_, low);
-  layout_->cut_slots(low_params_);
+  const auto describe = [&](LayerParams& params, const LargeStorage& storage, int rows) {
+    params = params_;
+    static_cast<LargeStorage&>(params) = storage;
+    PolicyFacts low = policy();
+    low.tile.token_rows.max_height = rows;
+    low.stage_parts = kLowParts;
+    params.order = order_of(low_grid_, low);
+    layout_->cut_slots(params, rows);
+  };
+  describe(low_params_, kernel_.low.storage, kLowRows);
+  describe(tall_low_params_, kernel_.low.tall_storage, kTallLowRows);
 }
 
 std::uint64_t Engine::patience_ns_for(std::int64_t tokens) const {
@@ -649,9 +653,11 @@ void Engine::forward(const ForwardInput& input, const ForwardOutput& output) {
         cudaLaunchKernelExC(&config, reinterpret_cast<const void*>(few_kernel_), arguments));
     return;
   }
-  const LayerKernel kernel = low ? (small ? kernel_.low.small : kernel_.low.large)
-                                 : (small ? kernel_.small : kernel_.large);
-  void* arguments[] = {low ? &low_params_ : &params_, &call};
+  const bool tall = launch == Launch::kTallLow;
+  const LayerKernel kernel = tall  ? kernel_.low.tall
+                             : low ? (small ? kernel_.low.small : kernel_.low.large)
+                                   : (small ? kernel_.small : kernel_.large);
+  void* arguments[] = {tall ? &tall_low_params_ : low ? &low_params_ : &params_, &call};
   const LaunchTurn turn;
   SWITCHYARD_CUDA(cudaLaunchKernelExC(&config, reinterpret_cast<const void*>(kernel), arguments));
 }

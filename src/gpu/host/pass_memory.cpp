@@ -201,8 +201,8 @@ void PassLayout::map_slots(LayerParams& params, const TokenBoxes& boxes) const {
   }
 }
 
-void PassLayout::cut_slots(LayerParams& params) const {
-  const auto slots = static_cast<std::uint32_t>(sizes_.policy.tile.max_height() / kLowRows);
+void PassLayout::cut_slots(LayerParams& params, int rows) const {
+  const auto slots = static_cast<std::uint32_t>(sizes_.policy.tile.max_height() / rows);
   params.h_slots = h_slots_ * slots;
   params.packed_slots = packed_slots_ * slots;
   map_slots(params, kLowTokenBoxes);

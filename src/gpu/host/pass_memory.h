@@ -53,8 +53,9 @@ class PassLayout {
   const MemoryNeeds& needs() const { return needs_; }
   // Fills in addresses, maps and what they follow from. `params` has its weights already.
   void describe(const PassMemory& memory, LayerParams& params) const;
-  // Makes `params`, which are described, those of low passes: slots are cut into low ones.
-  void cut_slots(LayerParams& params) const;
+  // Makes `params`, which are described, those of low passes: slots are cut into low ones, of so
+  // many rows.
+  void cut_slots(LayerParams& params, int rows) const;
 
  private:
   // The maps over packed rows and h, by boxes of so many rows.

@@ -24,7 +24,8 @@
 //   4 to 11   math       two warpgroups: matrix instructions over the ring, the epilogue, and
 //                        combine tasks
 // Small passes have a kernel of their own: SmallPass of a policy. Passes of four-bit weights whose
-// tiles are all low have two more, LowPass and SmallLowPass, of two blocks on a multiprocessor.
+// tiles are all low have three more, LowPass, TallLowPass and SmallLowPass, of two blocks on a
+// multiprocessor.
 //
 // Large passes are launched in pairs of blocks. A pair does each task together, with twice the
 // weight rows: the first block's scheduler takes the ticket for both, each block loads its own
@@ -307,11 +308,16 @@ template <typename Large, bool kSilu, bool kGated>
 KernelEntry::Low low_entry() {
   if constexpr (kHasLowPass<Large>) {
     using Low = LowPass<Large>;
+    using TallLow = TallLowPass<Large>;
     using SmallLow = SmallLowPass<Large>;
-    return {layer_kernel<SmallLow, kSilu, kGated>, layer_kernel<Low, kSilu, kGated>,
+    return {layer_kernel<SmallLow, kSilu, kGated>,
+            layer_kernel<Low, kSilu, kGated>,
+            layer_kernel<TallLow, kSilu, kGated>,
             Low::kBlocksPerSM,
-            static_cast<std::uint32_t>(std::max(kSharedBytes<SmallLow>, kSharedBytes<Low>)),
-            usual_storage<Low>()};
+            static_cast<std::uint32_t>(
+                std::max({kSharedBytes<SmallLow>, kSharedBytes<Low>, kSharedBytes<TallLow>})),
+            usual_storage<Low>(),
+            usual_storage<TallLow>()};
   } else {
     return {};
   }

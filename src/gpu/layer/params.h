@@ -72,10 +72,10 @@ struct KernelEntry {
   // For passes whose tiles are all low; null where there are none. The storage is of large ones, of
   // layers with up to kUsualExperts places.
   struct Low {
-    LayerKernel small, large;
+    LayerKernel small, large, tall;
     int blocks_per_sm;
     std::uint32_t shared_bytes;
-    LargeStorage storage;
+    LargeStorage storage, tall_storage;
   } low;
 };
 // kSilu: the activation is SiLU; else LayerParams::form says which it is. Each is defined in an

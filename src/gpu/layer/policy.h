@@ -113,14 +113,15 @@ struct SmallPass : SmallChoices<P> {
 // fast warps turn codes into operands. The warp's matrix instruction needs few registers, so two
 // blocks share a multiprocessor, and twice as many warps hide each other's waits. A gate has no
 // room in so few registers.
-template <typename P>
+template <typename P, int kRows = kLowRows, std::uint32_t kParts = kLowParts>
 struct LowPass : P {
   static constexpr int kBlocksPerSM = 2;
   static constexpr std::uint32_t kRingBytes = 84 * 1024;
   static constexpr TileConfig kTile =
-      single_block_tile({kLowRows, kLowRows, kLowRows}, kUsualStages, 0);
-  static constexpr int kSlotRows = kLowRows;
-  static constexpr std::uint32_t kStageParts = kLowParts, kStagesTogether = 1, kStagesAhead = 3;
+      single_block_tile({kRows, kLowRows, kLowRows}, kUsualStages, 0);
+  static constexpr int kSlotRows = kRows;
+  static constexpr std::uint32_t kStageParts = kParts, kStagesTogether = 1,
+                                 kStagesAhead = 12 / kParts;
   static constexpr bool kGivenRouting = true;
   static constexpr GateLoads kGate = GateLoads::kCaches;
   static constexpr bool kLendsRing = false;
@@ -128,6 +129,9 @@ struct LowPass : P {
   static constexpr RoleRegisters kRegisters{.loading = launch_registers(kBlocksPerSM),
                                             .math = launch_registers(kBlocksPerSM)};
 };
+// The same with tiles of up to twice as many tokens, whose stages leave room for fewer columns.
+template <typename P>
+using TallLowPass = LowPass<P, kTallLowRows, kLowParts / 2>;
 template <typename P>
 struct SmallLowPass : SmallChoices<LowPass<P>> {
   static constexpr std::uint32_t kStagesTogether = 1, kStagesAhead = 1;
@@ -149,8 +153,8 @@ struct ValidPolicy {
   static_assert(P::kNumerics.weight.compute == P::kNumerics.token.compute,
                 "the matrix instruction takes operands of one type");
   static_assert(P::kSlotRows >= P::kTile.max_height(), "a slot has room for a tile of most tokens");
-  static_assert(kStageParts<P> == 1 || (P::kStagesTogether == 1 && P::kSlotRows == kLowRows),
-                "stages of several parts are filled one by one, with the boxes of low passes");
+  static_assert(kStageParts<P> == 1 || P::kStagesTogether == 1,
+                "stages of several parts are filled one by one");
 };
 static_assert(BF16Policy::kSmallTokens == kMostSmallTokens &&
               FP8Policy::kSmallTokens == kMostSmallTokens);
@@ -161,12 +165,14 @@ template struct ValidPolicy<SmallPass<FP8Policy>>;
 template struct ValidPolicy<MXFP4Policy>;
 template struct ValidPolicy<SmallPass<MXFP4Policy>>;
 template struct ValidPolicy<LowPass<MXFP4Policy>>;
+template struct ValidPolicy<TallLowPass<MXFP4Policy>>;
 template struct ValidPolicy<SmallLowPass<MXFP4Policy>>;
 template struct ValidPolicy<MXFP4FP8Policy>;
 template struct ValidPolicy<SmallPass<MXFP4FP8Policy>>;
 template struct ValidPolicy<INT4Policy>;
 template struct ValidPolicy<SmallPass<INT4Policy>>;
 template struct ValidPolicy<LowPass<INT4Policy>>;
+template struct ValidPolicy<TallLowPass<INT4Policy>>;
 template struct ValidPolicy<SmallLowPass<INT4Policy>>;
 
 // Kernels that record when each role did what.

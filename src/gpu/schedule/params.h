@@ -11,9 +11,9 @@ inline constexpr int kMaxDeviceRanks = 32;  // see ExpertSource
 // and kSmallLogits; with more logits every block's routing takes longer than the barrier that it
 // saves. These limits are measured, see docs/decisions/0020.
 enum class PassSize { kSmall, kLarge };
-// The most token rows of a tile in a low pass; see LowPass.
-inline constexpr int kLowRows = 16;
-// The parts of their stages; see kStageParts.
+// The most token rows of a tile in a low pass, and in one of higher tiles; see LowPass.
+inline constexpr int kLowRows = 16, kTallLowRows = 32;
+// The parts of the stages of low passes; see kStageParts.
 inline constexpr int kLowParts = 4;
 // The role that tells other blocks that a block has stored its part of a tile. To tell, it must
 // first wait until the part has reached the L2 cache, which takes 1 us.

@@ -19,10 +19,10 @@ namespace switchyard::gpu {
 
 // --- The choice of a pass's launch.
 
-enum class Launch : std::uint8_t { kSmall, kSmallLow, kLow, kSingle, kPaired };
+enum class Launch : std::uint8_t { kSmall, kSmallLow, kLow, kTallLow, kSingle, kPaired };
 
 constexpr bool is_low(Launch launch) {
-  return launch == Launch::kSmallLow || launch == Launch::kLow;
+  return launch == Launch::kSmallLow || launch == Launch::kLow || launch == Launch::kTallLow;
 }
 
 struct LaunchFacts {
@@ -40,11 +40,11 @@ struct LaunchFacts {
 // many rows per expert that saves less than the 2 us that a launch of clusters costs.
 inline constexpr int kPairedRows = 96;
 
-// The most rows of a low pass, of all ranks. Beyond, experts have so many tiles of kLowRows that
-// higher ones take less time.
-inline constexpr int kLowRowsPerExpert = 14;
+// The most rows of a low pass, of all ranks. Beyond, experts have so many tiles that higher ones
+// take less time: those of kTallLowRows with the first number, and any with the second.
+inline constexpr int kLowRowsPerExpert = 11, kTallLowRowsPerExpert = 26;
 constexpr std::int64_t most_low_rows(const Schedule& asked, int num_experts) {
-  return std::int64_t{asked.low_rows.value_or(kLowRowsPerExpert)} * num_experts;
+  return std::int64_t{asked.low_rows.value_or(kTallLowRowsPerExpert)} * num_experts;
 }
 // The most rows that a low pass may have on this rank: another one may break its promise.
 constexpr std::int64_t low_rows_here(const Schedule& asked, int num_experts, int num_ranks) {
@@ -59,10 +59,15 @@ constexpr Launch choose_launch(const Schedule& asked, const LaunchFacts& facts) 
       (asked.small_tokens ? facts.tokens <= *asked.small_tokens
                           : facts.tokens <= facts.small_tokens &&
                                 facts.tokens * facts.num_experts <= facts.small_logits);
-  const bool low = facts.low_tokens && *facts.low_tokens * facts.num_ranks * facts.top_k <=
-                                           most_low_rows(asked, facts.num_experts);
-  if (small) return low ? Launch::kSmallLow : Launch::kSmall;
-  if (low) return Launch::kLow;
+  if (facts.low_tokens) {
+    const std::int64_t rows = *facts.low_tokens * facts.num_ranks * facts.top_k;
+    const bool low = rows <= std::int64_t{kLowRowsPerExpert} * facts.num_experts;
+    if (rows <= most_low_rows(asked, facts.num_experts)) {
+      if (small && (low || asked.low_rows)) return Launch::kSmallLow;
+      if (!small) return low ? Launch::kLow : Launch::kTallLow;
+    }
+  }
+  if (small) return Launch::kSmall;
   const int paired_rows = asked.paired_rows.value_or(kPairedRows);
   // (The host does not know other ranks' tokens and assumes as many as its own.)
   const std::int64_t rows = facts.tokens * facts.num_ranks * facts.top_k;

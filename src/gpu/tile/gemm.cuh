@@ -29,14 +29,16 @@ __device__ __forceinline__ void gemm_tile(const TilePipeline<C>& pipeline, const
     if constexpr (kMakesCodes<C>) {
       multiply_as_codes<N>(pipeline, k_blocks, place, math_group(), sink.code_steps(meets), started,
                            acc);
+    } else if constexpr (kStageParts<C> != 1) {
+      // The tile has as many eights of tokens as N has, or one less.
+      constexpr int kEights = N / 8;
+      if (task.rows <= 8 * (kEights - 1)) {
+        multiply_parts<kEights - 1, N>(pipeline, task, place, math_group(), started, acc);
+      } else {
+        multiply_parts<kEights, N>(pipeline, task, place, math_group(), started, acc);
+      }
     } else if constexpr (kFourBit<C> && N == 16) {
-      if constexpr (kStageParts<C> != 1) {
-        if (task.rows <= 8) {
-          multiply_parts<1, N>(pipeline, task, place, math_group(), started, acc);
-        } else {
-          multiply_parts<2, N>(pipeline, task, place, math_group(), started, acc);
-        }
-      } else if (task.rows <= 8) {
+      if (task.rows <= 8) {
         multiply_low<1, N>(pipeline, k_blocks, place, math_group(), started, acc);
       } else {
         multiply_low<2, N>(pipeline, k_blocks, place, math_group(), started, acc);

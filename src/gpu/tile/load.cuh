@@ -273,7 +273,12 @@ __device__ __forceinline__ bool load_tile(const TilePipeline<C>& pipeline, const
         const std::uint32_t scale_bytes =
             kScaled<C> ? task.units * kUnitRows * static_cast<std::uint32_t>(sizeof(float)) : 0;
         arrive_expect_bytes(full, parts * token_bytes<C>(task) + scale_bytes);
-        rows.load(ring.tokens(place.stage), full, block * kStageColumns<C>, parts);
+        const std::uint32_t to = ring.tokens(place.stage), k = block * kStageColumns<C>;
+        if constexpr (kStageParts<C> == 1) {
+          rows.load(to, full, k);
+        } else {
+          rows.load(to, full, k, parts);
+        }
         if constexpr (kScaled<C>) {
           load_bytes(
               ring.token_scales(place.stage),

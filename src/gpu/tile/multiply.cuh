@@ -346,6 +346,63 @@ __device__ __forceinline__ void multiply_low(const TilePipeline<C>& pipeline,
   } while (left != 0);
 }
 
+// A part of a stage of a low tile of 8 kEights tokens. A thread has its words of the box of weights
+// in registers, and loads its fragments of the tokens as it multiplies, for two instructions at a
+// time: other warps fill that wait.
+template <int kEights>
+struct StagePart {
+  BoxWords words;
+
+  static constexpr int kSixteens = kEights / 2;
+  static constexpr bool kHasEight = kEights % 2 != 0;
+  using Sixteen = LowStage<2>;
+  using Eight = LowStage<1>;
+  // Where a thread's fragments are in a part's tokens: of each instruction's columns of sixteen
+  // tokens, and of each half's columns of the last eight. A load takes either.
+  static constexpr int kOfSixteen = kSixteens == 0 ? 0 : kHalves * kHalfSteps,
+                       kPlaces = kOfSixteen + (kHasEight ? kHalves : 0);
+  __device__ static std::uint32_t token_place(int i) {
+    return i < kOfSixteen ? Sixteen::token_place() ^ Sixteen::turn(i)
+                          : kSixteens * 16 * kStageRowBytes +
+                                (Eight::token_place() ^ Eight::turn(i - kOfSixteen));
+  }
+  // `tokens`: those places in the ring's first part, and `more` from there to this part.
+  template <DType kType>
+  __device__ __forceinline__ void multiply(const std::uint32_t (&tokens)[kPlaces],
+                                           std::uint32_t more, float* sums) const {
+    multiply_half<0, kType>(tokens, more, sums);
+    multiply_half<1, kType>(tokens, more, sums);
+  }
+
+ private:
+  template <int kHalf, DType kType>
+  __device__ __forceinline__ void multiply_half(const std::uint32_t (&tokens)[kPlaces],
+                                                std::uint32_t more, float* sums) const {
+    std::uint32_t sixteens[kSixteens + 1][kHalfSteps][4], eight[4];
+#pragma unroll
+    for (int s = 0; s < kSixteens; ++s) {
+#pragma unroll
+      for (int i = 0; i < kHalfSteps; ++i) {
+        load_matrices(tokens[kHalf * kHalfSteps + i] + more + s * 16 * kStageRowBytes,
+                      sixteens[s][i]);
+      }
+    }
+    if constexpr (kHasEight) load_matrices(tokens[kOfSixteen + kHalf] + more, eight);
+    Fragments a;
+    make_fragments<kHalf, kType>(words, a);
+#pragma unroll
+    for (int i = 0; i < kHalfSteps; ++i) {
+#pragma unroll
+      for (int e = 0; e < kEights; ++e) {
+        const std::uint32_t* const b =
+            e < 2 * kSixteens ? sixteens[e / 2][i] + 2 * (e % 2) : eight + 2 * i;
+        multiply_16x8x16(reinterpret_cast<float(&)[4]>(sums[4 * e]), a[i][0], a[i][1], a[i][2],
+                         a[i][3], b[0], b[1]);
+      }
+    }
+  }
+};
+
 // The same where stages have several parts: their places are constants, so that the loop has little
 // but conversions and products. A stage that is not full waits for the slow way around the loop.
 template <int kEights, int N, typename C, typename Started>
@@ -357,23 +414,22 @@ __device__ __forceinline__ void multiply_parts(const TilePipeline<C>& pipeline,
   constexpr std::uint32_t kParts = kStageParts<C>, kStageBytes = StageLayout<C>::kStageBytes,
                           kStages = StageLayout<C>::kStages,
                           kTokenPartBytes = StageLayout<C>::kTokenPartBytes;
-  static_assert(kParts % 2 == 0 && kPartColumns<C> == FourBitBox<kType>::kColumns);
-  using Stage = LowStage<kEights>;
+  static_assert(kParts % 2 == 0 && kPartColumns<C> == FourBitBox<kType>::kColumns &&
+                8 * kEights <= N);
+  using Part = StagePart<kEights>;
   Multiplier<N, Share::kWeightRows, C> stage(pipeline, place, group);
   const BoxPlaces<kType> places(group);
-  // Where this thread's tokens are in the ring's first part.
-  std::uint32_t token_places[Stage::kLoads];
+  std::uint32_t tokens[Part::kPlaces];
 #pragma unroll
-  for (int i = 0; i < Stage::kLoads; ++i) {
-    token_places[i] = stage.ring().tokens(0) + (Stage::token_place() ^ Stage::turn(i));
+  for (int i = 0; i < Part::kPlaces; ++i) {
+    tokens[i] = stage.ring().tokens(0) + Part::token_place(i);
   }
-  const auto load = [&](Stage& to, std::uint32_t from, std::uint32_t part) {
-    const std::uint32_t at = from * kStageBytes;
-    to.words = places.load(stage.ring().weights(0) + at, part * FourBitBox<kType>::kBytes);
-#pragma unroll
-    for (int i = 0; i < Stage::kLoads; ++i) {
-      load_matrices(token_places[i] + at + part * kTokenPartBytes, to.tokens[i]);
-    }
+  const auto load = [&](Part& to, std::uint32_t from, std::uint32_t part) {
+    to.words =
+        places.load(stage.ring().weights(0) + from * kStageBytes, part * FourBitBox<kType>::kBytes);
+  };
+  const auto multiply = [&](const Part& of, std::uint32_t from, std::uint32_t part) {
+    of.template multiply<kType>(tokens, from * kStageBytes + part * kTokenPartBytes, acc);
   };
   const auto await_full = [&] {
     stage.await_bytes(stage.ready(), place);
@@ -383,7 +439,7 @@ __device__ __forceinline__ void multiply_parts(const TilePipeline<C>& pipeline,
   for (float& sum : acc) sum = 0;
   await_full();
   started();
-  Stage even, odd;
+  Part even, odd;
   std::uint32_t whole = task.last_parts == kParts ? task.k_blocks : task.k_blocks - 1;
   while (whole != 0) {
     load(even, place.stage, 0);
@@ -396,14 +452,14 @@ __device__ __forceinline__ void multiply_parts(const TilePipeline<C>& pipeline,
 #pragma unroll
       for (std::uint32_t i = 0; i < kParts; i += 2) {
         load(odd, place.stage, i + 1);
-        even.template multiply<kType>(acc);
+        multiply(even, place.stage, i);
         // (Of a stage that is not full the bytes are those of another, and are loaded again.)
         if (i + 2 < kParts) {
           load(even, place.stage, i + 2);
         } else {
           load(even, next.stage, 0);
         }
-        odd.template multiply<kType>(acc);
+        multiply(odd, place.stage, i + 1);
       }
       stage.release(place.stage);
       place = next;
@@ -419,7 +475,7 @@ __device__ __forceinline__ void multiply_parts(const TilePipeline<C>& pipeline,
 #pragma unroll 1
   for (std::uint32_t i = 0; i < parts; ++i) {
     load(even, place.stage, i);
-    even.template multiply<kType>(acc);
+    multiply(even, place.stage, i);
   }
   stage.release(place.stage);
   place.advance(kStages);
