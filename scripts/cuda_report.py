@@ -118,6 +118,8 @@ def growth(path, compiler, compiled):
             failures.append(f"{name}: no size is recorded for it{remedy}")
         elif size > MOST_GROWTH * before:
             failures.append(f"{name}: {size} bytes of code, {100 * (size / before - 1):.1f} % more than recorded{remedy}")
+        elif before > MOST_GROWTH * size:
+            print(f"{name}: {size} bytes of code, {100 * (1 - size / before):.1f} % fewer than recorded; record it")
     return failures
 
 
@@ -196,6 +198,8 @@ def main():
             failures.append(f"no kernel has {instruction}")
     if arguments.sizes:
         by_name = {short(names[name]): size for name, size in compiled.items()}
+        if len(by_name) != len(compiled):
+            sys.exit("cuda_report: two kernels have the same short name")
         if arguments.record:
             record(arguments.sizes, arguments.compiler, by_name)
         else:

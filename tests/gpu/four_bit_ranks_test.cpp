@@ -56,14 +56,15 @@ TEST_P(FourBitsOnRanks, TheSameBitsHoweverMany) {
   }
 }
 
-// Where ranks promise how many tokens they have, passes of few rows per expert run the kernel for
-// low ones, on GPUs of their own. Its bits are those of other kernels, and a rank without tokens
-// runs one.
+// Where ranks promise how many tokens they have, passes of few rows per expert run the kernels for
+// low ones, on GPUs of their own: with 11 rows per expert and more (a promise of 132 tokens) that
+// of tiles up to 32. The bits are those of other kernels, and a rank without tokens runs one.
 TEST_P(FourBitsOnRanks, LowPasses) {
   const LayerSpec spec = spec_of(608, 352, 96, 4);
   const MoeWeights w = make_weights(spec, GetParam());
   for (const double beta : {1.0, 0.2}) {
-    for (const auto& [first, second] : {std::pair{90, 110}, {120, 0}, {3, 120}}) {
+    for (const auto& [first, second] :
+         {std::pair{90, 110}, {120, 0}, {3, 120}, {150, 200}, {0, 260}}) {
       SCOPED_TRACE(::testing::Message()
                    << "beta " << beta << ", ranks of " << first << " and " << second << " tokens");
       const Shares shares = Shares::of({first, second});

@@ -60,8 +60,13 @@ BatchResult run_on_gpu(const LayerSpec& spec, const MoeWeights& weights, const B
 
 TEST_F(GpuFourBits, EverySkewTileHeightAndSize) {
   for (const DType dtype : {kMxfp4, kInt4}) {
-    for (const auto& [hidden, intermediate] :
-         {std::pair{2880, 2880}, {2880, 64}, {256, 2880}, {96, 320}, {32, 32}, {608, 352}}) {
+    for (const auto& [hidden, intermediate] : {std::pair{2880, 2880},
+                                               {2880, 64},
+                                               {256, 2880},
+                                               {96, 320},
+                                               {32, 32},
+                                               {608, 352},
+                                               {448, 192}}) {
       for (const bool gated : {true, false}) {
         LayerSpec spec{
             .hidden = hidden, .intermediate = intermediate, .num_experts = 12, .top_k = 3};
@@ -211,9 +216,9 @@ TEST_F(GpuFourBits, NonsenseIsRefused) {
   EXPECT_THAT(message(zeros), HasSubstr("take no zero points"));
 }
 
-// Passes whose routing is given and whose tiles have at most 16 rows have a kernel of their own,
-// and so have small ones among them and those with up to 32 (here from 75 tokens on). Skewed
-// routing gives an expert several such tiles. The bits are those of other kernels, as far as small
+// Passes whose routing is given have kernels of their own if their tiles have at most 16 rows: one
+// for small passes, one for others. From 75 tokens on tiles have up to 32, in a third. Skewed
+// routing gives an expert several tiles. The bits are those of other kernels, as far as small
 // passes do not cut K.
 TEST_F(GpuFourBits, LowPassesOfEverySkewAndSize) {
   for (const DType dtype : {kMxfp4, kInt4}) {
@@ -255,7 +260,7 @@ TEST_F(GpuFourBits, LowPassesAmongOthers) {
   DeviceLayer layer(spec, w, 2000);
   for (const DType input : {DType::kBF16, DType::kF16, DType::kF32}) {
     for (const DType output : {DType::kBF16, DType::kF16, DType::kF32}) {
-      for (const int tokens : {2, 100, 2000, 160, 161, 40}) {
+      for (const int tokens : {2, 110, 2000, 111, 260, 261, 40}) {
         SCOPED_TRACE(::testing::Message()
                      << tokens << " tokens, " << to_string(input) << " to " << to_string(output));
         const Batch batch = routed(spec, tokens, 0.3, input);
@@ -276,12 +281,14 @@ TEST_F(GpuFourBits, LowPassesWithBiasesClampsAndWeightsOnInput) {
       spec.activation.limit = 1;
       spec.activation.up_bias = 1;
       const MoeWeights w = make_weights(spec, dtype);
-      DeviceLayer layer(spec, w, 60);
-      const Batch batch = routed(spec, 60, 0.6);
-      expect_accurate(spec, w, batch, layer.run(batch, DType::kBF16));
-      // The same of weights that are bound anew.
-      layer.layer().rebind(w);
-      expect_accurate(spec, w, batch, layer.run(batch, DType::kBF16));
+      DeviceLayer layer(spec, w, 130);
+      for (const int tokens : {60, 130}) {
+        const Batch batch = routed(spec, tokens, 0.6);
+        expect_accurate(spec, w, batch, layer.run(batch, DType::kBF16));
+        // The same of weights that are bound anew.
+        layer.layer().rebind(w);
+        expect_accurate(spec, w, batch, layer.run(batch, DType::kBF16));
+      }
     }
   }
 }
@@ -314,7 +321,7 @@ TEST_F(GpuFourBits, TheSameBitsOnEveryRepetition) {
   for (const auto& [dtype, compute] :
        {std::pair{kMxfp4, DType::kBF16}, {kInt4, DType::kBF16}, {kMxfp4, kFp8}}) {
     const MoeWeights w = make_weights(spec, dtype);
-    for (const int tokens : {3, 60, 400}) {
+    for (const int tokens : {3, 40, 60, 400}) {
       DeviceLayer layer(spec, w, tokens, {.compute = compute});
       const Batch batch = routed(spec, tokens, 0.5);
       const BatchResult first = layer.run(batch, DType::kBF16);

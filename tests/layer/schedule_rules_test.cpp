@@ -62,6 +62,11 @@ TEST(ChooseLaunch, LowPassesHaveFewRowsOfEachExpert) {
   EXPECT_EQ(of(64, {.low_rows = 8}), Launch::kLow);
   EXPECT_EQ(of(65, {.low_rows = 8}), Launch::kSingle);
   EXPECT_EQ(of(1000, {.paired_rows = 0, .low_rows = 1000}), Launch::kTallLow);
+  LaunchFacts few_experts = olmoe(32);  // 16 rows per expert: a small pass has no higher tiles
+  few_experts.num_experts = 16;
+  few_experts.low_tokens = 32;
+  EXPECT_EQ(choose_launch({}, few_experts), Launch::kSmall);
+  EXPECT_EQ(choose_launch({.low_rows = 16}, few_experts), Launch::kSmallLow);
 }
 
 TEST(Splits, GiveEveryBlockATaskAndAreNotTooLong) {

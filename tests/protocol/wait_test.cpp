@@ -97,6 +97,42 @@ TEST_F(Wait, SaysWhatItWaitsForMeanwhile) {
   EXPECT_EQ(WaitsFor::unpack(seen).phase, Phase::kDispatch);
 }
 
+// The word is in the host's memory, where kernels must not store in every pass: a wait is shown
+// there when nothing has moved for 2 ms.
+TEST_F(Wait, IsShownOutsideWhenNothingHasMovedForLong) {
+  std::uint64_t shown = 0;
+  heaps_.shown = &shown;
+  std::uint64_t before = 0, after = 0;  // what was shown within 2 ms, and later
+  pace_.on_pause = [&](std::uint32_t) { (pace_.time < 2'000'000 ? before : after) |= shown; };
+  EXPECT_EQ(wait_for(2, 1'000'000'000, [&] { return pace_.time > 3'000'000; }), WaitResult::kReady);
+  EXPECT_EQ(before, 0u);
+  EXPECT_NE(after, 0u);
+  EXPECT_EQ(shown, 0u);
+
+  // A short wait leaves the word alone: it may be another thread's.
+  shown = 77;
+  pace_.time = 0;
+  pace_.on_pause = [](std::uint32_t) {};
+  EXPECT_EQ(wait_for(2, 1'000'000'000, [&] { return pace_.time > 1'000'000; }), WaitResult::kReady);
+  EXPECT_EQ(shown, 77u);
+
+  // While ranks make progress, nothing is shown.
+  shown = 0;
+  after = pace_.time = 0;
+  pace_.on_pause = [&](std::uint32_t) {
+    heaps_.control(3)->progress += 1;
+    after |= shown;
+  };
+  EXPECT_EQ(wait_for(2, 1'000'000'000, [&] { return pace_.time > 9'000'000; }), WaitResult::kReady);
+  EXPECT_EQ(after, 0u);
+
+  // Waits for the rank's own threads are of no interest there.
+  pace_.time = 0;
+  pace_.on_pause = [&](std::uint32_t) { after |= shown; };
+  EXPECT_EQ(wait_for(0, 1'000'000'000, [&] { return pace_.time > 9'000'000; }), WaitResult::kReady);
+  EXPECT_EQ(after, 0u);
+}
+
 TEST_F(Wait, DeadlineNamesTheAwaitedRankThatShowsNoLife) {
   EXPECT_EQ(wait_for(1, 20'000'000, [] { return false; }), WaitResult::kAborted);
   for (int r = 0; r < 4; ++r) {

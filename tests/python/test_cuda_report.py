@@ -41,5 +41,5 @@ def test_a_kernel_without_a_size_is_named(tmp_path):
 
 def test_kernels_of_all_types_have_a_size():
     recorded = json.loads((ROOT / "scripts/kernel_sizes.json").read_text())["bytes"]
-    for policy in ("BF16Policy", "FP8Policy", "MXFP4Policy", "MXFP4FP8Policy", "INT4Policy", "LowPass<MXFP4Policy"):
+    for policy in ("BF16Policy", "FP8Policy", "MXFP4Policy", "MXFP4FP8Policy", "INT4Policy", "LowPass<MXFP4Policy, 16", "LowPass<INT4Policy, 32"):
         assert any(policy in name for name in recorded), policy

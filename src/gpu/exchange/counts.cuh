@@ -55,6 +55,11 @@ __device__ __forceinline__ std::uint32_t choose_sources(const Exchange<P>& excha
           here |= (words.first >> 32 == flag ? 1u : 0u) << source;
           ahead |= (seen == flag ? 1u : 0u) << source;
         }
+        if (patience_ns == kWaitsForAll) {
+          // There is nothing to agree on: every block sees all ranks by itself.
+          chosen = here == all ? all : 0;
+          return chosen != 0;
+        }
         if (chosen != 0) return true;
         const bool patient = device_now_ns() - start < patience_ns;
         const std::uint32_t choice = first_sources(all, here, ahead, patient);
@@ -119,12 +124,10 @@ __device__ __forceinline__ bool await_words_of_counts(const Exchange<P>& exchang
   }
   return arrived;
 }
-// Does the same in all loading warps, which get the same answer: true if all lists are there, as
-// the threads say, and the counts.
+// Does the same in all loading warps, which get the same answer. Called after choose_sources().
 template <typename P>
-__device__ __forceinline__ bool await_counts(const Exchange<P>& exchange, std::uint32_t sources,
-                                             bool listed) {
-  const bool arrived = listed && await_words_of_counts<kWarpgroup>(exchange, sources);
+__device__ __forceinline__ bool await_counts(const Exchange<P>& exchange, std::uint32_t sources) {
+  const bool arrived = await_words_of_counts<kWarpgroup>(exchange, sources);
   return !named_barrier_any<kWarpgroup>(kOfLoading, !arrived);
 }
 

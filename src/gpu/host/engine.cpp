@@ -493,17 +493,17 @@ TileOrder Engine::order_of(unsigned blocks, const PolicyFacts& facts) const {
 // Makes what low passes see of the layer, whenever anything of it has changed.
 void Engine::describe_low() {
   if (low_grid_ == 0) return;
-  const auto describe = [&](LayerParams& params, const LargeStorage& storage, int rows) {
+  const auto describe = [&](LayerParams& params, const LargeStorage& storage, int rows, int parts) {
     params = params_;
     static_cast<LargeStorage&>(params) = storage;
     PolicyFacts low = policy();
     low.tile.token_rows.max_height = rows;
-    low.stage_parts = kLowParts;
+    low.stage_parts = parts;
     params.order = order_of(low_grid_, low);
     layout_->cut_slots(params, rows);
   };
-  describe(low_params_, kernel_.low.storage, kLowRows);
-  describe(tall_low_params_, kernel_.low.tall_storage, kTallLowRows);
+  describe(low_params_, kernel_.low.storage, kLowRows, kLowParts);
+  describe(tall_low_params_, kernel_.low.tall_storage, kTallLowRows, kTallLowParts);
 }
 
 std::uint64_t Engine::patience_ns_for(std::int64_t tokens) const {

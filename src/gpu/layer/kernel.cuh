@@ -69,7 +69,8 @@
 //   gemm2_done[t]  counted as gemm1_done: cells of tile t are written          combine; tokens and
 //                                                                              pack, to reuse t's h
 //   sent[e]        8 per row of another rank's expert: the row is sent         the last sender
-//   first_sources  several ranks: the first block that chooses them            all blocks
+//   first_sources  several ranks, with a patience: the first block that        all blocks
+//                  chooses them
 //
 //   between ranks (their heaps, raised to the epoch):
 //   counts[s][e]   source s has counted its rows for expert e                  all blocks
@@ -129,9 +130,9 @@ __device__ __forceinline__ void describe_pass(const Pass<P>& pass) {
   PassState<P>& state = block.pass;
   block.queue.handed_out = 1;  // see describe_first
   state.send.first_sends = state.send.send_lead = 0;
-  // (Where late ranks may have a round of their own, begin_first_round() chooses the sources.)
+  // begin_first_round() chooses the sources of passes of several ranks.
   if constexpr (!P::kOneRank) {
-    state.tiles.round = {.sources = pass.exchange().all_sources(), .last = true};
+    state.tiles.round = {.sources = 1u << pass.life().rank(), .last = true};
   }
   state.life.going = Going::kOn;
   state.life.plan_failed = false;

@@ -129,9 +129,9 @@ struct LowPass : P {
   static constexpr RoleRegisters kRegisters{.loading = launch_registers(kBlocksPerSM),
                                             .math = launch_registers(kBlocksPerSM)};
 };
-// The same with tiles of up to twice as many tokens, whose stages leave room for fewer columns.
+// The same with tiles of up to twice as many tokens.
 template <typename P>
-using TallLowPass = LowPass<P, kTallLowRows, kLowParts / 2>;
+using TallLowPass = LowPass<P, kTallLowRows, kTallLowParts>;
 template <typename P>
 struct SmallLowPass : SmallChoices<LowPass<P>> {
   static constexpr std::uint32_t kStagesTogether = 1, kStagesAhead = 1;

@@ -10,8 +10,8 @@
 
 namespace switchyard::gpu {
 
-// Finds out whose rows the first round has, in a pass that may have two. Returns false if the pass
-// was given up. Called by the loading warps.
+// Finds out whose rows the first round has. Returns false if the pass was given up. Called by the
+// loading warps.
 template <typename P>
 __device__ __forceinline__ bool begin_first_round(const Pass<P>& pass) {
   RoundState& round = pass.state().tiles.round;
@@ -124,12 +124,8 @@ __device__ __forceinline__ bool count_all_rows(const Pass<P>& pass) {
     for (std::uint32_t rehearsal = opaque<1>();; rehearsal = 0) {
       read_counts<kWarpgroup>(pass.exchange(), pass.state().tiles.round.sources);
       if (rehearsal == 0) break;
-      const bool chooses = pass.call.patience_ns != kWaitsForAll;
-      if (chooses && !begin_first_round(pass)) return false;
-      // (Who chooses sources has waited for the lists.)
-      const bool listed = chooses || threadIdx.x != 0 ||
-                          all_arrived(pass.waiter(), pass.life().barrier(kListsReady));
-      if (!await_counts(pass.exchange(), pass.state().tiles.round.sources, listed)) return false;
+      if (!begin_first_round(pass)) return false;
+      if (!await_counts(pass.exchange(), pass.state().tiles.round.sources)) return false;
       pass.trace().pass(kCountsRecord, &TraceRecord::begin);
     }
     named_barrier<kWarpgroup>(kOfLoading);

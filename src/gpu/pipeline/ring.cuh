@@ -23,9 +23,8 @@ struct RingPlace {
   std::uint32_t stage = 0;
   std::uint32_t parity = 0;
 
-  // `by` divides the number of stages, and so it does the stage.
-  __device__ void advance(std::uint32_t stages, std::uint32_t by = 1) {
-    if ((stage += by) == stages) {
+  __device__ void advance(std::uint32_t stages) {
+    if (++stage == stages) {
       stage = 0;
       parity ^= 1;
     }

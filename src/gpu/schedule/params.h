@@ -13,8 +13,8 @@ inline constexpr int kMaxDeviceRanks = 32;  // see ExpertSource
 enum class PassSize { kSmall, kLarge };
 // The most token rows of a tile in a low pass, and in one of higher tiles; see LowPass.
 inline constexpr int kLowRows = 16, kTallLowRows = 32;
-// The parts of the stages of low passes; see kStageParts.
-inline constexpr int kLowParts = 4;
+// The parts of the stages of either; see kStageParts. Higher tiles leave room for fewer.
+inline constexpr int kLowParts = 4, kTallLowParts = 2;
 // The role that tells other blocks that a block has stored its part of a tile. To tell, it must
 // first wait until the part has reached the L2 cache, which takes 1 us.
 enum class Publisher {

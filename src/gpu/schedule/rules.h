@@ -40,9 +40,11 @@ struct LaunchFacts {
 // many rows per expert that saves less than the 2 us that a launch of clusters costs.
 inline constexpr int kPairedRows = 96;
 
-// The most rows of a low pass, of all ranks. Beyond, experts have so many tiles that higher ones
-// take less time: those of kTallLowRows with the first number, and any with the second.
+// The most rows per expert of a pass whose tiles have up to kLowRows, and of one whose tiles have
+// up to kTallLowRows, over all ranks. Beyond, experts have so many tiles that higher ones take less
+// time.
 inline constexpr int kLowRowsPerExpert = 11, kTallLowRowsPerExpert = 26;
+// The most rows of either.
 constexpr std::int64_t most_low_rows(const Schedule& asked, int num_experts) {
   return std::int64_t{asked.low_rows.value_or(kTallLowRowsPerExpert)} * num_experts;
 }

@@ -66,8 +66,8 @@ struct Numerics {
   constexpr int weight_bytes() const { return weight.element_bytes(); }
   constexpr int weight_bits() const { return four_bit() ? 4 : 8 * weight_bytes(); }
   constexpr int token_bytes() const { return token.element_bytes(); }
-  // The columns of a stage: a token has kStageRowBytes of them. A weight row of a narrower type has
-  // fewer bytes.
+  // The columns of a stage, or of each of its parts: a token has kStageRowBytes of them. A weight
+  // row of a narrower type has fewer bytes.
   constexpr int stage_columns() const { return kStageRowBytes / token_bytes(); }
   constexpr int weight_row_bytes() const { return stage_columns() * weight_bytes(); }
 };
@@ -86,9 +86,9 @@ template <typename C>
 inline constexpr bool kScaled = C::kNumerics.scaled();
 template <typename C>
 inline constexpr bool kTokenMajor = C::kTile.orientation == Orientation::kTokenMajor;
-// The parts of a stage. Each has kStageRowBytes of a token, and K's last stage may have fewer. A
-// stage of several parts costs the loading threads, and looks at its barriers, no more than a stage
-// of one.
+// The parts of a stage. Each has kStageRowBytes of a token, and K's last stage may have fewer. The
+// loading threads, and looks at barriers, take no longer for a stage of several parts than for one
+// of a single part.
 template <typename C>
 inline constexpr std::uint32_t kStageParts = [] {
   if constexpr (requires { C::kStageParts; }) {

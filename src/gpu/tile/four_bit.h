@@ -1,10 +1,11 @@
 // Weights of four bits in the order in which the matrix instruction takes them from registers.
 //
-// A box is kTileRows weight rows x a stage's columns: 64 rows for each math warpgroup, cut into the
-// fragments of four instructions. Every thread has 32 codes of a box, 16 bytes, which one load
-// takes to its registers: two words for each two instructions, sixteen codes, two in each register
-// that an instruction wants. Behind the codes are the scales of each warp's 16 rows. The bits of
-// the words stand where few instructions make bf16 of them; see fragment().
+// A box is kTileRows weight rows x the columns of a stage, or of a part of one: 64 rows for each
+// math warpgroup, cut into the fragments of four instructions. Every thread has 32 codes of a box,
+// 16 bytes, which one load takes to its registers: two words for each two instructions, sixteen
+// codes, two in each register that an instruction wants. Behind the codes are the scales of each
+// warp's 16 rows. The bits of the words stand where few instructions make bf16 of them; see
+// fragment().
 #pragma once
 
 #include <cstdint>

@@ -275,7 +275,7 @@ __device__ __forceinline__ bool load_tile(const TilePipeline<C>& pipeline, const
         arrive_expect_bytes(full, parts * token_bytes<C>(task) + scale_bytes);
         const std::uint32_t to = ring.tokens(place.stage), k = block * kStageColumns<C>;
         if constexpr (kStageParts<C> == 1) {
-          rows.load(to, full, k);
+          rows.load(to, full, k);  // (Rows of GroupedGemm know no parts.)
         } else {
           rows.load(to, full, k, parts);
         }

@@ -126,6 +126,10 @@ class Multiplier {
                                                const float (&scales)[2][2]) const {
     const std::uint32_t bits = __float_as_uint(scales[0][0]) | __float_as_uint(scales[0][1]) |
                                __float_as_uint(scales[1][0]) | __float_as_uint(scales[1][1]);
+    release_read(stage, bits);
+  }
+  // The same where a word of each load, in `bits`, stands for them.
+  __device__ __forceinline__ void release_read(std::uint32_t stage, std::uint32_t bits) const {
     if (empty_ != 0) arrive_in_pair(empty_ + 8 * stage + (bits & zero_));
   }
   // Frees a stage later, where there are too many scales for release_read(). The arrival is put off
@@ -366,18 +370,19 @@ struct StagePart {
                           : kSixteens * 16 * kStageRowBytes +
                                 (Eight::token_place() ^ Eight::turn(i - kOfSixteen));
   }
-  // `tokens`: those places in the ring's first part, and `more` from there to this part.
+  // `tokens`: those places in the ring's first part, and `more` from there to this part. Returns a
+  // word of each of the last loads.
   template <DType kType>
-  __device__ __forceinline__ void multiply(const std::uint32_t (&tokens)[kPlaces],
-                                           std::uint32_t more, float* sums) const {
+  __device__ __forceinline__ std::uint32_t multiply(const std::uint32_t (&tokens)[kPlaces],
+                                                    std::uint32_t more, float* sums) const {
     multiply_half<0, kType>(tokens, more, sums);
-    multiply_half<1, kType>(tokens, more, sums);
+    return multiply_half<1, kType>(tokens, more, sums);
   }
 
  private:
   template <int kHalf, DType kType>
-  __device__ __forceinline__ void multiply_half(const std::uint32_t (&tokens)[kPlaces],
-                                                std::uint32_t more, float* sums) const {
+  __device__ __forceinline__ std::uint32_t multiply_half(const std::uint32_t (&tokens)[kPlaces],
+                                                         std::uint32_t more, float* sums) const {
     std::uint32_t sixteens[kSixteens + 1][kHalfSteps][4], eight[4];
 #pragma unroll
     for (int s = 0; s < kSixteens; ++s) {
@@ -400,11 +405,16 @@ struct StagePart {
                          a[i][3], b[0], b[1]);
       }
     }
+    std::uint32_t bits = kHasEight ? eight[0] : 0;
+#pragma unroll
+    for (int s = 0; s < kSixteens; ++s) bits |= sixteens[s][0][0] | sixteens[s][1][0];
+    return bits;
   }
 };
 
-// The same where stages have several parts: their places are constants, so that the loop has little
-// but conversions and products. A stage that is not full waits for the slow way around the loop.
+// The K loop of such a tile, as multiply_low(), where stages have several parts. Their places are
+// constants, so that the loop has little but conversions and products. Where the next stage has not
+// arrived, the slow way around the loop waits for it.
 template <int kEights, int N, typename C, typename Started>
 __device__ __forceinline__ void multiply_parts(const TilePipeline<C>& pipeline,
                                                const TileTask& task, RingPlace& place,
@@ -429,8 +439,9 @@ __device__ __forceinline__ void multiply_parts(const TilePipeline<C>& pipeline,
         places.load(stage.ring().weights(0) + from * kStageBytes, part * FourBitBox<kType>::kBytes);
   };
   const auto multiply = [&](const Part& of, std::uint32_t from, std::uint32_t part) {
-    of.template multiply<kType>(tokens, from * kStageBytes + part * kTokenPartBytes, acc);
+    return of.template multiply<kType>(tokens, from * kStageBytes + part * kTokenPartBytes, acc);
   };
+  std::uint32_t read = 0;  // the stage's last loads
   const auto await_full = [&] {
     stage.await_bytes(stage.ready(), place);
     __syncwarp();
@@ -459,9 +470,9 @@ __device__ __forceinline__ void multiply_parts(const TilePipeline<C>& pipeline,
         } else {
           load(even, next.stage, 0);
         }
-        multiply(odd, place.stage, i + 1);
+        read = multiply(odd, place.stage, i + 1);
       }
-      stage.release(place.stage);
+      stage.release_read(place.stage, read);
       place = next;
       // Lanes that saw different answers would multiply apart from each other, so they vote.
       goes_on = __all_sync(~0u, full & (whole != 0)) != 0;
@@ -475,9 +486,9 @@ __device__ __forceinline__ void multiply_parts(const TilePipeline<C>& pipeline,
 #pragma unroll 1
   for (std::uint32_t i = 0; i < parts; ++i) {
     load(even, place.stage, i);
-    multiply(even, place.stage, i);
+    read = multiply(even, place.stage, i);
   }
-  stage.release(place.stage);
+  stage.release_read(place.stage, read);
   place.advance(kStages);
 }
 
