@@ -40,9 +40,10 @@ dnnl::matmul::primitive_desc describe_matmul(const dnnl::engine& engine,
 
 // oneDNN does not look whether it got the memory that it asked for, for its engines and for code
 // that it generates: where a limit is near (`ulimit -v`), the process would die of a null pointer.
-// Threads that ask at once share the room, hence far more than one of them needs.
+// Threads that ask at once share the room, also with the C library, which reserves 128 MB for a
+// thread's first small block, hence far more than one of them needs.
 void require_room_for_library() {
-  constexpr std::size_t kRoom = std::size_t{64} << 20;
+  constexpr std::size_t kRoom = std::size_t{512} << 20;
   void* const room =
       ::mmap(nullptr, kRoom, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (room == MAP_FAILED) {
