@@ -11,7 +11,7 @@ code is disassembled, which takes most of a minute. `cmake --build build --targe
 on what was built.
 
 FILE has the size of each kernel's code as one version of nvcc makes it. The report fails if a kernel has
-grown by more than a hundredth: a branch in a loop that is unrolled over all sums cost 2 % of a pass once,
+grown by more than a hundredth and 512 bytes: a branch in a loop that is unrolled over all sums cost 2 % of a pass once,
 and went unseen. If the growth is meant, --record writes the sizes of this build instead.
 """
 

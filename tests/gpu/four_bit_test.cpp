@@ -22,6 +22,10 @@ using ::testing::HasSubstr;
 
 constexpr DType kMxfp4 = DType::kF4E2M1, kInt4 = DType::kU4;
 
+// H and I of layers. In stages of 64 columns they leave remainders of 0 to 3 from groups of four.
+constexpr std::pair<int, int> kShapes[] = {{2880, 2880}, {2880, 64}, {256, 2880}, {96, 320},
+                                           {32, 32},     {608, 352}, {448, 192}};
+
 // Kernels multiply experts of one type, so there is no shared expert.
 LayerSpec without_shared(LayerSpec spec) {
   spec.hidden = 288;
@@ -60,13 +64,7 @@ BatchResult run_on_gpu(const LayerSpec& spec, const MoeWeights& weights, const B
 
 TEST_F(GpuFourBits, EverySkewTileHeightAndSize) {
   for (const DType dtype : {kMxfp4, kInt4}) {
-    for (const auto& [hidden, intermediate] : {std::pair{2880, 2880},
-                                               {2880, 64},
-                                               {256, 2880},
-                                               {96, 320},
-                                               {32, 32},
-                                               {608, 352},
-                                               {448, 192}}) {
+    for (const auto& [hidden, intermediate] : kShapes) {
       for (const bool gated : {true, false}) {
         LayerSpec spec{
             .hidden = hidden, .intermediate = intermediate, .num_experts = 12, .top_k = 3};
@@ -110,8 +108,7 @@ INSTANTIATE_TEST_SUITE_P(ModelTable, EveryModelInMxfp4OnGpu, ::testing::ValuesIn
                          name_of_model);
 
 TEST_F(GpuFourBits, EverySkewTileHeightAndSizeWithTokensInFp8) {
-  for (const auto& [hidden, intermediate] :
-       {std::pair{2880, 2880}, {2880, 64}, {256, 2880}, {96, 320}, {32, 32}, {608, 352}}) {
+  for (const auto& [hidden, intermediate] : kShapes) {
     for (const bool gated : {true, false}) {
       LayerSpec spec{.hidden = hidden, .intermediate = intermediate, .num_experts = 12, .top_k = 3};
       spec.activation.gated = gated;
@@ -222,8 +219,7 @@ TEST_F(GpuFourBits, NonsenseIsRefused) {
 // passes do not cut K.
 TEST_F(GpuFourBits, LowPassesOfEverySkewAndSize) {
   for (const DType dtype : {kMxfp4, kInt4}) {
-    for (const auto& [hidden, intermediate] :
-         {std::pair{2880, 2880}, {2880, 64}, {256, 2880}, {96, 320}, {32, 32}, {608, 352}}) {
+    for (const auto& [hidden, intermediate] : kShapes) {
       for (const bool gated : {true, false}) {
         LayerSpec spec{
             .hidden = hidden, .intermediate = intermediate, .num_experts = 12, .top_k = 3};

@@ -625,9 +625,8 @@ void Engine::forward(const ForwardInput& input, const ForwardOutput& output) {
       choose_launch(options_.cuda.schedule,
                     {x.rows, num_places(), spec_.top_k, world_.size(), policy().small_tokens,
                      policy().small_logits, paired_grid_ >= kPair, low_tokens(input, call)});
-  const bool low = is_low(launch), pairs = launch == Launch::kPaired;
   const bool small = launch == Launch::kSmall || launch == Launch::kSmallLow;
-  call.paired = pairs ? 1 : 0;
+  call.paired = launch == Launch::kPaired ? 1 : 0;
   const bool overlaps = x.rows > 1 && x.row_stride < spec_.hidden;
   call.converts = x.dtype == DType::kF32 || x.dtype == DType::kF16 ||
                   (!small && overlaps && x.dtype == DType::kBF16);
@@ -653,11 +652,17 @@ void Engine::forward(const ForwardInput& input, const ForwardOutput& output) {
         cudaLaunchKernelExC(&config, reinterpret_cast<const void*>(few_kernel_), arguments));
     return;
   }
-  const bool tall = launch == Launch::kTallLow;
-  const LayerKernel kernel = tall  ? kernel_.low.tall
-                             : low ? (small ? kernel_.low.small : kernel_.low.large)
-                                   : (small ? kernel_.small : kernel_.large);
-  void* arguments[] = {tall ? &tall_low_params_ : low ? &low_params_ : &params_, &call};
+  LayerKernel kernel = nullptr;
+  LayerParams* params = &params_;
+  switch (launch) {
+    case Launch::kSmall: kernel = kernel_.small; break;
+    case Launch::kSmallLow: kernel = kernel_.low.small, params = &low_params_; break;
+    case Launch::kLow: kernel = kernel_.low.large, params = &low_params_; break;
+    case Launch::kTallLow: kernel = kernel_.low.tall, params = &tall_low_params_; break;
+    case Launch::kSingle:
+    case Launch::kPaired: kernel = kernel_.large; break;
+  }
+  void* arguments[] = {params, &call};
   const LaunchTurn turn;
   SWITCHYARD_CUDA(cudaLaunchKernelExC(&config, reinterpret_cast<const void*>(kernel), arguments));
 }

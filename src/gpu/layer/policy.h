@@ -155,6 +155,8 @@ struct ValidPolicy {
   static_assert(P::kSlotRows >= P::kTile.max_height(), "a slot has room for a tile of most tokens");
   static_assert(kStageParts<P> == 1 || P::kStagesTogether == 1,
                 "stages of several parts are filled one by one");
+  static_assert(kStageParts<P> == 1 || P::kSlotRows % kLowRows == 0,
+                "stages of several parts are filled with the boxes of low passes");
 };
 static_assert(BF16Policy::kSmallTokens == kMostSmallTokens &&
               FP8Policy::kSmallTokens == kMostSmallTokens);
