@@ -43,7 +43,7 @@ dnnl::matmul::primitive_desc describe_matmul(const dnnl::engine& engine,
 // Threads that ask at once share the room, also with the C library, which reserves 128 MB for a
 // thread's first small block, hence far more than one of them needs.
 void require_room_for_library() {
-  constexpr std::size_t kRoom = std::size_t{512} << 20;
+  constexpr std::size_t kRoom = std::size_t{256} << 20;
   void* const room =
       ::mmap(nullptr, kRoom, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (room == MAP_FAILED) {
