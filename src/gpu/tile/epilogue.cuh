@@ -31,7 +31,8 @@ struct ScaleNotes {
 };
 template <>
 struct ScaleNotes<true> {
-  alignas(16) std::uint64_t tables[kCodeSteps + 1];  // see code_table()
+  // See code_table(). The last byte of their address is 0.
+  alignas(256) std::uint64_t tables[kCodeSteps + 1];
 };
 template <typename C, bool = kScaled<C>>
 struct ScaleMemory {};

@@ -159,15 +159,16 @@ __device__ __forceinline__ std::uint32_t look_up(const uint2& table, std::uint32
 __device__ __forceinline__ void make_code_fragments(const BoxWords& words, const CodeSteps& steps,
                                                     Fragments& to) {
   const std::uint32_t codes[] = {words.codes.x, words.codes.y, words.codes.z, words.codes.w};
-  const std::uint32_t step = words.scales.x - steps.first;  // in each byte
+  // In each byte the offset of a table, which takes the place of the last byte of the tables'
+  // address.
+  const std::uint32_t offsets = (words.scales.x - steps.first) << 3 & 0x78787878u;
 #pragma unroll
   for (int group = 0; group < 2; ++group) {
     uint2 tables[2];
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
-      const int byte = 2 * group + row;
-      const std::uint32_t at = byte == 0 ? step << 3 : step >> (8 * byte - 3);
-      const float2 table = load_shared_floats(steps.tables + (at & 0x78u));
+      const float2 table =
+          load_shared_floats(__byte_perm(steps.tables, offsets, 0x3214 + 2 * group + row));
       tables[row] = {__float_as_uint(table.x), __float_as_uint(table.y)};
     }
 #pragma unroll

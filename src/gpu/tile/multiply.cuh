@@ -112,6 +112,18 @@ class Multiplier {
     }
     cute::warpgroup_commit_batch();
   }
+  // The same for a whole stage.
+  __device__ __forceinline__ void issue(const Fragments (&weights)[kHalves], std::uint32_t tokens,
+                                        float (&sums)[N / 2]) const {
+    cute::warpgroup_arrive();
+#pragma unroll
+    for (int step = 0; step < kHalves * kHalfSteps; ++step) {
+      multiply<C::kNumerics.token.compute, N>(
+          weights[step / kHalfSteps][step % kHalfSteps],
+          swizzled_descriptor(tokens + step * kInstructionBytes / 16), sums, step != 0);
+    }
+    cute::warpgroup_commit_batch();
+  }
   __device__ __forceinline__ void await_products(float (&sums)[N / 2]) const {
     await_all_products(sums);
   }
@@ -493,9 +505,10 @@ __device__ __forceinline__ void multiply_parts(const TilePipeline<C>& pipeline,
 }
 
 // The K loop of a weight-major tile with weights of four bits that become E4M3, two boxes in a
-// stage. The operands of each half of a stage are made while the products of the half before are
-// under way. The matrix unit sums the products of a stage, with few bits, and they are then summed
-// in fp32 with the scales of the stage's tokens. The powers of the rows wait for the tile's end.
+// stage. The operands of a stage are made while the products of the stage before are under way, so
+// there are two sets of them. The matrix unit sums the products of a stage, with few bits, and they
+// are then summed in fp32 with the scales of the stage's tokens. The powers of the rows wait for
+// the tile's end.
 template <int N, typename C, typename Started>
 __device__ __forceinline__ void multiply_as_codes(const TilePipeline<C>& pipeline,
                                                   std::uint32_t k_blocks, RingPlace& place,
@@ -505,45 +518,62 @@ __device__ __forceinline__ void multiply_as_codes(const TilePipeline<C>& pipelin
   static_assert(kBoxBytes<C> == 2 * FourBitBox<kType>::kBytes);
   Multiplier<N, Share::kWeightRows, C> stage(pipeline, place, group);
   const BoxPlaces<kType> places(group);
-  Fragments weights[kHalves];
+  using Operands = Fragments[kHalves];
+  Operands even, odd;
   float part[N / 2];
 #pragma unroll
   for (float& sum : acc) sum = 0;
+  const auto make = [&](Operands& to) {
+    const std::uint32_t box = stage.ring().weights(place.stage);
+    const BoxWords words[kHalves] = {places.load(box), places.load(box, FourBitBox<kType>::kBytes)};
+#pragma unroll
+    for (int half = 0; half < kHalves; ++half) make_code_fragments(words[half], steps, to[half]);
+  };
   stage.await_stage(stage.ready());
   started();
-  BoxWords words[kHalves];
-  const auto load = [&] {
-    const std::uint32_t box = stage.ring().weights(place.stage);
-    words[0] = places.load(box);
-    words[1] = places.load(box + FourBitBox<kType>::kBytes);
-  };
-  load();
-  make_code_fragments(words[0], steps, weights[0]);
-  SWITCHYARD_ROLLED
-  for (std::uint32_t left = k_blocks; left != 0; --left) {
+  make(even);
+  std::uint32_t tokens = stage.token_operand();
+  std::uint32_t left = k_blocks, scales = 0;
+  // Begins to multiply the stage at `place`, and makes the operands of the next. Returns true if
+  // there is no next one: it then makes operands of no stage.
+  const auto begin = [&](const Operands& weights, Operands& next) {
     const std::uint32_t current = place.stage;
-    const std::uint32_t tokens = stage.token_operand();
-    stage.issue(weights[0], tokens, 0, part, false);
-    stage.put_off_release(current);
-    make_code_fragments(words[1], steps, weights[1]);
-    stage.issue(weights[1], tokens, 1, part, true);
     stage.advance();
-    // The last turn loads words of no stage, and makes no products of them.
-    stage.await_stage(left == 1 || stage.ready());
-    load();
-    cute::warpgroup_wait<1>();
-    make_code_fragments(words[0], steps, weights[0]);
-    const std::uint32_t scales = stage.ring().token_scales(current) + 8 * reread_thread_index<4>();
+    const bool last = --left == 0;
+    const bool ready = last || stage.ready();
+    stage.issue(weights, tokens, part);
+    stage.put_off_release(current);
+    stage.await_stage(ready);
+    make(next);
+    tokens = stage.token_operand();
+    scales = stage.ring().token_scales(current) + 8 * reread_thread_index<4>();
+    return last;
+  };
+  const auto sum = [&] {
+    // Loads of the first scales are under way during the wait.
+    constexpr int kAhead = N / 8 < 4 ? N / 8 : 4;
+    float2 ahead[kAhead];
+#pragma unroll
+    for (int n = 0; n < kAhead; ++n) ahead[n] = load_shared_floats(scales + 32 * n);
     stage.await_products(part);
 #pragma unroll
     for (int n = 0; n < N / 8; ++n) {
-      const float2 of_tokens = load_shared_floats(scales + 32 * n);
+      const float2 of_tokens = n < kAhead ? ahead[n] : load_shared_floats(scales + 32 * n);
       acc[4 * n] += part[4 * n] * of_tokens.x;
       acc[4 * n + 1] += part[4 * n + 1] * of_tokens.y;
       acc[4 * n + 2] += part[4 * n + 2] * of_tokens.x;
       acc[4 * n + 3] += part[4 * n + 3] * of_tokens.y;
     }
+  };
+  // The branches keep the compiler from making operands behind the wait for the products.
+  SWITCHYARD_ROLLED
+  for (;;) {
+    if (begin(even, odd)) break;
+    sum();
+    if (begin(odd, even)) break;
+    sum();
   }
+  sum();
   stage.release_last();
 }
 
