@@ -104,9 +104,11 @@ Verdict judge(const Trial& trial, const Limits& limits, const Board& board, cons
       "{}{}", trial.hosts == 1 ? "one host" : "several hosts", trial.launched ? ", launched" : "");
 
   for (int r = 0; r < trial.ranks; ++r) {
-    if (r == trial.victim) continue;
     const auto i = static_cast<std::size_t>(r);
     const RankBoard& rank = board.ranks[r];
+    // A victim, too, may fail with the others before it comes to its harm.
+    verdict.before_harm |= rank.failed_ns != 0 && rank.failed_ns < harmed;
+    if (r == trial.victim) continue;
     const std::string doing = rank.doing, words = rank.words;
     const Outcome outcome = rank.outcome;
     const std::int64_t since = std::max(harmed, rank.began_ns.load());
@@ -117,8 +119,6 @@ Verdict judge(const Trial& trial, const Limits& limits, const Board& board, cons
                           rank.failed_ns - harmed >= nanoseconds(limits.grace).count();
     const bool comes_too_late =
         trial.scene == Scene::kStart && (!is_in_touch(r) || is_ended) && rank.peer == 0;
-    // A victim that fails with the others may come to its harm afterwards.
-    verdict.before_harm |= rank.failed_ns != 0 && rank.failed_ns < harmed;
     std::string said, bad;
     switch (outcome) {
       case Outcome::kNone:

@@ -53,19 +53,22 @@ TEST(FailureJudge, TakesTheLaunchersLastLine) {
 TEST(FailureJudge, AFailureBeforeTheHarmIsNotOfIt) {
   const Trial trial(1);
   const int other = trial.victim == 0 ? 1 : 0;
-  for (const bool before : {true, false}) {
-    Board board{};
-    board.harmed_ns = 1'000'000'000;
-    for (int r = 0; r < trial.ranks; ++r) {
-      board.ranks[r].outcome = Outcome::kDone;
-      board.ranks[r].ended_ns = 1'000'000'100;
+  for (const int failing : {other, trial.victim}) {
+    for (const bool before : {true, false}) {
+      Board board{};
+      board.harmed_ns = 1'000'000'000;
+      for (int r = 0; r < trial.ranks; ++r) {
+        board.ranks[r].outcome = Outcome::kDone;
+        board.ranks[r].ended_ns = 1'000'000'100;
+      }
+      board.ranks[failing].outcome = Outcome::kTimeout;
+      board.ranks[failing].peer = trial.victim;
+      board.ranks[failing].failed_ns = board.harmed_ns + (before ? -1 : 1);
+      const auto ranks = static_cast<std::size_t>(trial.ranks);
+      const Ending ending{std::vector<bool>(ranks), std::vector<int>(ranks)};
+      EXPECT_EQ(judge(trial, {}, board, ending, nullptr).before_harm, before)
+          << "rank " << failing << ", the victim is " << trial.victim;
     }
-    board.ranks[other].outcome = Outcome::kTimeout;
-    board.ranks[other].peer = trial.victim;
-    board.ranks[other].failed_ns = board.harmed_ns + (before ? -1 : 1);
-    const auto ranks = static_cast<std::size_t>(trial.ranks);
-    const Ending ending{std::vector<bool>(ranks), std::vector<int>(ranks)};
-    EXPECT_EQ(judge(trial, {}, board, ending, nullptr).before_harm, before);
   }
 }
 
