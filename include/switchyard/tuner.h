@@ -289,6 +289,10 @@ struct Fit {
   std::vector<std::vector<Coefficients>> coefficients{};  // [models][configurations]
 };
 
+// The number of points of a model that a fit of this form wants at least: it has as many
+// coefficients.
+int fewest_points(Form form);
+
 // Fits every configuration of every model of the profile on its points that are to fit on and have
 // times. Throws Error{kInvalidArgument} if a model has no configuration with as many of them as the
 // form has coefficients.

@@ -233,7 +233,11 @@ GroupedAccuracy check_rows(const GroupedOperands& operands, std::span<const std:
       reference::decode_row(matrices[static_cast<std::size_t>(sample.expert)], first + r,
                             &w[static_cast<std::size_t>(r * k)]);
     }
-    const std::vector<float> w32(w.begin(), w.end());
+    std::vector<float> w32(w.begin(), w.end());
+    // Weights of four bits are multiplied in bf16, to which those of INT4 are rounded.
+    if (is_four_bit(operands.dtype)) {
+      for (float& weight : w32) weight = bf16_to_f32(f32_to_bf16(weight));
+    }
     const auto tokens = static_cast<std::int64_t>(sample.rows.size());
     reference::multiply(sample.x.data(), tokens, w.data(), count, k,
                         &sample.exact[static_cast<std::size_t>(first)], n);

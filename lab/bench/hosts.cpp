@@ -87,10 +87,10 @@ class Session {
  private:
   static const network::Proxy& proxy_of(const World& world) {
     if (const network::Proxy* const proxy = world.fabric().proxy()) return *proxy;
-    throw Error(ErrorCode::kInvalidArgument,
-                "bench hosts measures between hosts, and all ranks are on this one; start them on "
-                "several, such as `switchyard launch --namespaces 2 -n 2 -- switchyard bench "
-                "bench hosts`");
+    throw Error(
+        ErrorCode::kInvalidArgument,
+        "bench hosts measures between hosts, and all ranks are on this one; start them on "
+        "several, such as `switchyard launch --namespaces 2 -n 2 -- switchyard bench hosts`");
   }
 
   int rank() const { return world_.rank(); }

@@ -250,6 +250,22 @@ void judge(const TuneCommandOptions& o, const tuner::Profile& profile) {
   }
 }
 
+// Refuses points that cannot be fitted, however long they are measured.
+void require_enough_points(const tuner::Profile& profile, const std::string& form) {
+  const int fewest = tuner::fewest_points(tuner::form_named(form));
+  for (std::size_t m = 0; m < profile.models.size(); ++m) {
+    const auto points =
+        std::count_if(profile.points.begin(), profile.points.end(),
+                      [&](const tuner::Point& point) { return point.model == m && point.fit; });
+    if (points >= fewest) continue;
+    refuse(fmt::format(
+        "--tokens and --balancedness make {} to fit on of the model {}, and --form "
+        "{} has {}; give more of either, or another form",
+        plural(static_cast<std::size_t>(points), "point"), printable(profile.models[m].name), form,
+        plural(static_cast<std::size_t>(fewest), "coefficient")));
+  }
+}
+
 tuner::Profile models_to_fit(const tuner::Profile& profile, const std::string& file) {
   tuner::Profile complete = tuner::complete_models(profile);
   if (complete.models.empty()) {
@@ -369,6 +385,7 @@ int measure(const TuneCommandOptions& o) {
   const bool there = o.resume && !is_absent(file);
   tuner::Profile profile = there ? tuner::resumed_profile(file, kernel, device, plan)
                                  : tuner::new_profile(kernel, device, plan);
+  require_enough_points(profile, o.form);
   fmt::print("{} version {} on {}\n{}, {}, {}{}\n", kernel.name, kernel.version,
              printable(device.machine), plural(profile.models.size(), "model"),
              plural(kernel.configurations.size(), "configuration"),

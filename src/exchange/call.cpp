@@ -47,6 +47,12 @@ void check_tokens(const ExchangeProblem& problem, const MatrixView& tokens) {
     refuse("tokens must be non-null, with contiguous rows (col_stride 1)");
   }
   if (tokens.dtype == DType::kF8E4M3) check_row_scales("tokens are", tokens);
+  if (tokens.dtype != DType::kF8E4M3 && tokens.scale != nullptr) {
+    throw Error(ErrorCode::kDTypeMismatch,
+                fmt::format("tokens are {}, which have no scales, but scales are given (x_scale); "
+                            "pass tokens as f8_e4m3, or no scales",
+                            to_string(tokens.dtype)));
+  }
 }
 
 void require_slots(const char* name, const SlotView& view, std::int64_t tokens, int top_k,

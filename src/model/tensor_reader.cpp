@@ -111,6 +111,11 @@ const float* TensorReader::scale_values(const Located& tensor, std::size_t count
   return scales;
 }
 
+// True for bytes of two codes each, as DeepSeek-V4 has them.
+bool TensorReader::is_bytes(const Located& tensor) {
+  return tensor.info && (tensor.info->dtype == "I8" || tensor.info->dtype == "U8");
+}
+
 // The scale tensor of weight `name`; families differ in its suffix.
 Located TensorReader::find_scale(const std::string& name) const {
   std::string stem = name;
@@ -122,7 +127,8 @@ Located TensorReader::find_scale(const std::string& name) const {
     stem.resize(stem.size() - kWeight.size());
     if (const Located found = index_.find(stem + ".scale"); found.info) return found;
   }
-  index_.missing(name + "_scale_inv");
+  // Modules of bytes are DeepSeek-V4's, which has no other name.
+  index_.missing(is_module && is_bytes(index_.find(name)) ? stem + ".scale" : name + "_scale_inv");
 }
 
 void TensorReader::attach_scale(MatrixView& view, const std::string& name, std::int64_t matrices,
@@ -285,6 +291,16 @@ const FourBitFormat& TensorReader::four_bit_format(const std::string& name) cons
           printable(index_.directory()), printable(name), method_text()));
 }
 
+const FourBitFormat& TensorReader::mxfp4_format(const std::string& name) const {
+  const FourBitFormat& format = four_bit_format(name);
+  if (format == FourBitFormat{}) return format;
+  throw Error(ErrorCode::kUnsupported,
+              fmt::format("{}: tensor '{}' is in a layout of MXFP4, but config.json tells of {} in "
+                          "groups of {}{}; use the config.json of the same checkpoint",
+                          printable(index_.directory()), printable(name), to_string(format.dtype),
+                          format.group, format.has_zero ? " with zero points" : ""));
+}
+
 void TensorReader::require_shape(const Located& tensor,
                                  const std::vector<std::int64_t>& shape) const {
   if (tensor.info->shape != shape) bad_shape(tensor, shape_text(shape));
@@ -324,7 +340,7 @@ MatrixView TensorReader::four_bit_view(std::int64_t rows, std::int64_t cols,
 MatrixView TensorReader::native_mxfp4(const std::string& module, std::int64_t rows,
                                       std::int64_t cols) {
   const std::string name = module + ".weight";
-  MatrixView view = four_bit_view(rows, cols, four_bit_format(name));
+  MatrixView view = four_bit_view(rows, cols, mxfp4_format(name));
   const Located codes = require(name);
   require_shape(codes, {rows, cols / 2});
   view.data = codes.file->data(*codes.info);
@@ -430,14 +446,13 @@ void TensorReader::prefetch_module(const std::string& module) const {
 MatrixView TensorReader::module(const std::string& module, std::int64_t rows, std::int64_t cols) {
   if (index_.has(module + ".weight_packed")) return compressed(module, rows, cols);
   const std::string name = module + ".weight";
-  const std::string& dtype = require(name).info->dtype;
-  if (dtype == "I8" || dtype == "U8") return native_mxfp4(module, rows, cols);
+  if (is_bytes(require(name))) return native_mxfp4(module, rows, cols);
   return matrix(name, rows, cols);
 }
 
 MatrixView TensorReader::blocks(const std::string& name, std::int64_t count, std::int64_t index,
                                 std::int64_t rows, std::int64_t cols) {
-  MatrixView view = four_bit_view(rows, cols, four_bit_format(name + "_blocks"));
+  MatrixView view = four_bit_view(rows, cols, mxfp4_format(name + "_blocks"));
   const Located codes = require(name + "_blocks");
   require_type(codes, {"U8"});
   const std::int64_t groups = view.scale_stride;
@@ -452,8 +467,7 @@ MatrixView TensorReader::blocks(const std::string& name, std::int64_t count, std
 
 std::optional<DType> TensorReader::type_of_module(const std::string& module) const {
   const Located weight = index_.find(module + ".weight");
-  const bool is_bytes = weight.info && (weight.info->dtype == "I8" || weight.info->dtype == "U8");
-  if (is_bytes || index_.has(module + ".weight_packed")) {
+  if (is_bytes(weight) || index_.has(module + ".weight_packed")) {
     return quantization_.four_bit ? std::optional(quantization_.four_bit->dtype) : std::nullopt;
   }
   return weight.info ? dtype_from_name(weight.info->dtype) : std::nullopt;

@@ -84,6 +84,7 @@ class TensorReader {
 
   static bool is_aligned(const Located& tensor, std::size_t alignment);
   const float* scale_values(const Located& tensor, std::size_t count);
+  static bool is_bytes(const Located& tensor);
   Located find_scale(const std::string& name) const;
   ScaleGrid scale_grid(const Located& tensor, const std::vector<std::int64_t>& shape,
                        std::int64_t rows, std::int64_t cols, bool transposed) const;
@@ -93,6 +94,8 @@ class TensorReader {
   // What config.json says of four-bit weights. Throws Error{kUnsupported} where it says nothing
   // that can be read.
   const FourBitFormat& four_bit_format(const std::string& name) const;
+  // The same for layouts that have nothing but MXFP4.
+  const FourBitFormat& mxfp4_format(const std::string& name) const;
   void require_shape(const Located& tensor, const std::vector<std::int64_t>& shape) const;
   void require_type(const Located& tensor, std::initializer_list<std::string_view> types) const;
   MatrixView four_bit_view(std::int64_t rows, std::int64_t cols, const FourBitFormat& format) const;

@@ -130,6 +130,12 @@ Work work_of(const Configuration& configuration, int n, std::span<const std::int
   return work;
 }
 
+int fewest_points(Form form) {
+  if (form == Form::kTasks) return 2;
+  const Terms terms{form, 1};
+  return terms.may_have_log() || terms.of_experts() ? 4 : 3;
+}
+
 Fit fit(const Profile& profile, const FitOptions& options) {
   Fit fit;
   fit.kernel = profile.kernel;
@@ -144,7 +150,7 @@ Fit fit(const Profile& profile, const FitOptions& options) {
                             "measure more models",
                             profile.models.size()));
   }
-  const auto fewest = static_cast<std::size_t>(Terms{options.form, 1}.fewest_points());
+  const auto fewest = static_cast<std::size_t>(fewest_points(options.form));
   for (std::size_t m = 0; m < profile.models.size(); ++m) {
     std::vector<Coefficients>& of_model = fit.coefficients.emplace_back();
     const std::vector<bool> out = left_out(profile, m);

@@ -26,10 +26,6 @@ struct Terms {
   bool of_experts() const { return form == Form::kExperts; }
   bool rounds() const { return rounds_waves(form); }
   bool may_have_log() const { return form == Form::kFull || form == Form::kRoundedFull; }
-  int fewest_points() const {
-    if (form == Form::kTasks) return 2;
-    return may_have_log() || of_experts() ? 4 : 3;
-  }
   // The regressor of b. Unrounded waves would only be c's again, in other units, so b stays 0 (see
   // Form).
   double waves(const Work& work) const {

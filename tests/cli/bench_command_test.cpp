@@ -276,6 +276,12 @@ TEST_F(Bench, GroupedMeasuresChecksAndKeepsRows) {
   EXPECT_LT(rows[8]["beta_reached"], rows[7]["beta_reached"]);
   for (const nlohmann::json& row : rows) EXPECT_LE(row["error"], row["error_bound"]);
 
+  // Sums of few products, in which the rounding of INT4 to bf16 shows.
+  for (const char* dtype : {"mxfp4", "int4"}) {
+    run_well({"bench", "grouped", "--backend", "cpu", "--experts", "4", "--n", "64", "--k", "64",
+              "--repeat", "1", "--rows", "1", "--swiglu", "--dtype", dtype});
+  }
+
   // Rows of layers are another file's.
   expect_refused(join({"--backend", "cpu", "--json", path}, kTiny), {"grouped GEMM"},
                  "invalid_file");

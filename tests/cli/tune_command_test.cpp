@@ -157,6 +157,11 @@ TEST_F(TuneCommand, RefusesWhatMakesNoSense) {
   expect_refused(tune({"--generator", "zipf"}), {"'zipf'"});
   expect_refused(tune({"--kernel", "layer", "--generator", "repeated"}), {"--generator distinct"});
   expect_refused(tune({"--no-test"}), {"--no-test"});
+  expect_refused(
+      run_switchyard(join({"tune", "--backend", "cpu", "--models", "olmoe", "--tokens", "2,8",
+                           "--balancedness", "1", "--no-test", "--out", path("t")},
+                          kSizes)),
+      {"2 points to fit on of the model olmoe", "experts has 4 coefficients", "--balancedness"});
   expect_refused(run_switchyard({"tune", "--models", "no-such-model", "--out", path("t")}),
                  {"no-such-model"});
   expect_refused(run_switchyard({"tune", "--evaluate", path("absent.json")}), {"absent.json"});

@@ -255,6 +255,14 @@ TEST_F(BadExchange, Inputs) {
               [&](DispatchInput& in) { in.tokens = narrow.view(); });
   refuse_call(ErrorCode::kDTypeMismatch, "tokens are f16, and travel as bf16",
               [&](DispatchInput& in) { in.tokens = f16.view(); });
+  const std::vector<float> scales(20, 2.0f);
+  refuse_call(ErrorCode::kDTypeMismatch, "tokens are bf16, which have no scales",
+              [&](DispatchInput& in) {
+                in.tokens.scale = scales.data();
+                in.tokens.scale_rows = 1;
+                in.tokens.scale_cols = 128;
+                in.tokens.scale_stride = 1;
+              });
   refuse_call(bad, "col_stride", [](DispatchInput& in) { in.tokens.col_stride = 2; });
   refuse_call(bad, "non-null", [](DispatchInput& in) { in.tokens.data = nullptr; });
   refuse_call(ErrorCode::kShapeMismatch, "ids have 59 elements",

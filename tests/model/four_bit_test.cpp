@@ -258,6 +258,29 @@ class FourBitCheckpoint : public ::testing::TestWithParam<Layout> {
   }
   void load() const { open().load_layer(0); }
 
+  // Loads the layer, and compares every weight with what was stored.
+  void expect_stored() const {
+    const Layout& layout = GetParam();
+    const Checkpoint checkpoint = open();
+    EXPECT_EQ(checkpoint.dtype(), layout.is_int ? DType::kU4 : DType::kF4E2M1);
+    const MoeWeights weights = checkpoint.load_layer(0);
+    for (std::size_t e = 0; e < kExperts; ++e) {
+      const FfnWeights& expert = weights.experts[e];
+      const MatrixView* const views[] = {&expert.gate, &expert.up, &expert.down};
+      for (std::size_t p = 0; p < 3; ++p) {
+        const Matrix& m = matrices_[3 * e + p];
+        std::vector<double> row(static_cast<std::size_t>(m.cols));
+        for (std::int64_t r = 0; r < m.rows; ++r) {
+          reference::decode_row(*views[p], r, row.data());
+          for (std::int64_t c = 0; c < m.cols; ++c) {
+            ASSERT_EQ(row[static_cast<std::size_t>(c)], m.value(r, c, layout.is_int))
+                << "expert " << e << " matrix " << p << " row " << r << " column " << c;
+          }
+        }
+      }
+    }
+  }
+
   // The first tensor whose name ends so.
   Tensor& tensor(const std::string& end) {
     for (auto& [name, one] : tensors_) {
@@ -287,25 +310,25 @@ class FourBitCheckpoint : public ::testing::TestWithParam<Layout> {
   std::string keys_;
 };
 
-TEST_P(FourBitCheckpoint, IsReadAsItIsStored) {
-  const Layout& layout = GetParam();
-  const Checkpoint checkpoint = open();
-  EXPECT_EQ(checkpoint.dtype(), layout.is_int ? DType::kU4 : DType::kF4E2M1);
-  const MoeWeights weights = checkpoint.load_layer(0);
-  for (std::size_t e = 0; e < kExperts; ++e) {
-    const FfnWeights& expert = weights.experts[e];
-    const MatrixView* const views[] = {&expert.gate, &expert.up, &expert.down};
-    for (std::size_t p = 0; p < 3; ++p) {
-      const Matrix& m = matrices_[3 * e + p];
-      std::vector<double> row(static_cast<std::size_t>(m.cols));
-      for (std::int64_t r = 0; r < m.rows; ++r) {
-        reference::decode_row(*views[p], r, row.data());
-        for (std::int64_t c = 0; c < m.cols; ++c) {
-          ASSERT_EQ(row[static_cast<std::size_t>(c)], m.value(r, c, layout.is_int))
-              << "expert " << e << " matrix " << p << " row " << r << " column " << c;
-        }
-      }
+TEST_P(FourBitCheckpoint, IsReadAsItIsStored) { expect_stored(); }
+
+// Tensors of one format beside a config.json that tells of another: whoever believed the config
+// would read beyond the tensors.
+TEST_P(FourBitCheckpoint, AnotherFormatsConfigIsRefused) {
+  const std::string config = R"("quantization_config")";
+  const std::string model = keys_.substr(0, keys_.find(config));
+  for (const Layout& other : layouts()) {
+    SCOPED_TRACE(other.name);
+    keys_ = model + other.keys.substr(other.keys.find(config));
+    const bool same = other.is_int == GetParam().is_int && other.group == GetParam().group &&
+                      other.has_zero == GetParam().has_zero;
+    try {
+      load();
+    } catch (const Error&) {
+      continue;
     }
+    ASSERT_TRUE(same) << "it was read";
+    expect_stored();
   }
 }
 
@@ -334,7 +357,7 @@ TEST_P(FourBitCheckpoint, SizesThatDoNotFitAreRefused) {
   EXPECT_ERROR(load(), kDTypeMismatch, scales.c_str(), "I8");
   tensors_ = whole;
   rename(scales, "elsewhere");
-  EXPECT_ERROR(load(), kMissingTensor, "no tensor");
+  EXPECT_ERROR(load(), kMissingTensor, "no tensor", scales.c_str());
 }
 
 TEST_P(FourBitCheckpoint, AStatedShapeMustBeThatOfTheModel) {
