@@ -194,7 +194,7 @@ def failure_trials_table():
         "|---" * 10 + "|",
     ]
     for (place, scene, stops), group in sorted(groups.items()):
-        harm = "stopped" if stops else "killed, exited or interrupted"
+        harm = "stopped" if stops else "killed, exited, returned or interrupted"
         numbers = " | ".join(f"{group[of]:,}" for of in counts)
         named = f"{group['named'] * 1e-3:,.0f} ms" if group["named"] else "–"
         lines.append(f"| {harm} | {scene}, {place} | {numbers} | {named} |")
