@@ -6,6 +6,7 @@ import ctypes
 import dataclasses
 import importlib.util
 import math
+import weakref
 from collections.abc import Sequence
 from ctypes import byref
 from typing import Any, Literal
@@ -13,7 +14,7 @@ from typing import Any, Literal
 from . import _abi, _arrays, _values
 from ._arrays import Array
 from ._exchange import _gpu_of
-from ._handle import Owned, in_child
+from ._handle import Owned, _destroy, in_child
 from ._library import check, library
 from ._values import count_text
 from ._world import World, checked_world
@@ -74,6 +75,30 @@ class HeapStats:
     largest_free: int
     allocations: int
     calls: int
+
+
+class _Memory:
+    """The heap in the library, which ends with its last reference.
+
+    A `SymmetricHeap` has one reference until it is closed, and each of its arrays of host memory has another: they
+    would crash the process if they were used after the memory is gone. No rank waits for another's end of a heap.
+    """
+
+    def __init__(self, handle: int) -> None:
+        end = weakref.finalize(self, _destroy, library.sy_heap_destroy, ctypes.c_void_p(handle), None)
+        # At the end of the process arrays may still be in use, and then the operating system takes the memory back.
+        end.atexit = False
+
+
+def _letting_go(handle: ctypes.c_void_p, kept: list[_Memory]) -> Any:
+    """What ends a `SymmetricHeap` as sy_heap_destroy() would, but leaves its memory to its arrays."""
+
+    def let_go(_: Any) -> int:
+        handle.value = None
+        kept.clear()
+        return _abi.OK
+
+    return let_go
 
 
 # GPU heaps that gave out tensors, which do not keep them: they live until close().
@@ -147,7 +172,9 @@ class SymmetricHeap(Owned):
         handle = ctypes.c_void_p()
         with world._lock:
             check(library.sy_heap_create(world._open(), byref(options), byref(handle)))
-        super().__init__(handle, library.sy_heap_destroy)
+        # Empty once the heap is closed.
+        self._kept = [_Memory(handle.value or 0)]
+        super().__init__(handle, _letting_go(handle, self._kept))
         self.world = world
         self.bytes = bytes
         self.arrays = arrays
@@ -180,8 +207,8 @@ class SymmetricHeap(Owned):
         -------
         array
             Contiguous. It holds 0 where the heap was never used before, and otherwise what was there.
-            In host memory it keeps the heap alive; a heap of a GPU that has given out arrays lives
-            until `close`.
+            In host memory it keeps the memory, also after `close`. A heap of a GPU that has given out
+            arrays lives until `close`, after which they must not be used.
 
         Raises
         ------
@@ -202,7 +229,8 @@ class SymmetricHeap(Owned):
         pointer = ctypes.c_void_p()
         with self._lock:
             check(library.sy_heap_allocate(self._open(), size, alignment, byref(pointer)))
-        return self._array(pointer.value or 0, size, kind, sizes, _arrays.contiguous_strides(sizes))
+            memory = self._kept[0]
+        return self._array(memory, pointer.value or 0, size, kind, sizes, _arrays.contiguous_strides(sizes))
 
     def translate(self, array: Array, rank: int) -> Array:
         """The array of `rank` that stands where `array` stands here.
@@ -235,9 +263,11 @@ class SymmetricHeap(Owned):
             span = item * (1 + sum((n - 1) * s for n, s in zip(shape, strides)))
         elif address == 0:  # torch tells no address of a tensor without elements
             address = self.peer_map.bases[self.peer_map.rank]
-        self._translate(address + span, rank)  # its end is in the heap, too
-        there = self._translate(address, rank)
-        return self._array(there, span, array.dtype, shape, strides)
+        with self._shared():
+            memory = self._kept[0]
+            self._translate(address + span, rank)  # its end is in the heap, too
+            there = self._translate(address, rank)
+        return self._array(memory, there, span, array.dtype, shape, strides)
 
     def free(self, array: Any) -> None:
         """Give back what `empty` made. All ranks do so alike; the memory may be used again then.
@@ -339,7 +369,11 @@ class SymmetricHeap(Owned):
         return HeapStats(**{name: getattr(info, name) for name in names})
 
     def close(self) -> None:
-        """Give the memory back. May be called again. Arrays of the heap must not be used any more."""
+        """End this rank's use of the heap. May be called again; no rank waits for it.
+
+        The memory is given back at once, or with the last array of host memory that `empty` or `translate` made. On
+        a GPU it is given back at once, and tensors of the heap must not be used any more.
+        """
         _pinned.discard(self)
         super().close()
 
@@ -398,29 +432,37 @@ class SymmetricHeap(Owned):
         return address
 
     def _array(
-        self, address: int, size: int, dtype: Any, shape: tuple[int, ...], strides: tuple[int, ...]
+        self,
+        memory: _Memory,
+        address: int,
+        size: int,
+        dtype: Any,
+        shape: tuple[int, ...],
+        strides: tuple[int, ...],
     ) -> Any:
+        """`memory`: that of this heap, which another thread may close meanwhile."""
         if self.arrays == "numpy":
             import numpy
 
             steps = tuple(stride * dtype.itemsize for stride in strides)
-            return numpy.ndarray(shape, dtype, self._buffer(address, size), 0, steps)
+            return numpy.ndarray(shape, dtype, _buffer(memory, address, size), 0, steps)
         import torch
 
         if size == 0:
             device = "cpu" if self.device < 0 else f"cuda:{self.device}"
             return torch.empty_strided(shape, strides, dtype=dtype, device=device)
         if self.device < 0:
-            flat = torch.frombuffer(self._buffer(address, size), dtype=torch.uint8)
+            flat = torch.frombuffer(_buffer(memory, address, size), dtype=torch.uint8)
         else:
             _pinned.add(self)
             flat = _borrow(address, size, _abi.CUDA, self.device)
         return flat.view(dtype).as_strided(shape, strides)
 
-    def _buffer(self, address: int, size: int) -> Any:
-        buffer = (ctypes.c_uint8 * size).from_address(address)
-        buffer._heap = self  # who keeps the buffer keeps the heap
-        return buffer
+
+def _buffer(memory: _Memory, address: int, size: int) -> Any:
+    buffer = (ctypes.c_uint8 * size).from_address(address)
+    buffer._memory = memory  # who keeps the buffer keeps the memory
+    return buffer
 
 
 class _DLManagedTensor(ctypes.Structure):

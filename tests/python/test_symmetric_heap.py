@@ -223,6 +223,81 @@ def test_arrays_keep_the_heap():
     assert float(view.sum()) == 3 * len(view) and values.sum() == 3 * len(values)
 
 
+AFTER_CLOSE = """
+import sys
+import threading
+import torch
+import switchyard
+from switchyard import SymmetricHeap, World
+
+arrays, dtype = sys.argv[1], "int64"
+worlds = World.threads(2)
+heaps = [None, None]
+
+def body(rank):
+    heaps[rank] = SymmetricHeap(worlds[rank], 1 << 20, arrays=arrays)
+
+threads = [threading.Thread(target=body, args=(rank,)) for rank in range(2)]
+[thread.start() for thread in threads]
+[thread.join() for thread in threads]
+mine, other = heaps
+array, freed, scalar = mine.empty((4, 1000), dtype), mine.empty(1000, dtype), mine.empty((), dtype)
+view, there = array[1:, ::2], mine.translate(array, 1)
+other.empty((4, 1000), dtype)[...] = 7
+mine.free(freed)
+mine.close()
+other.close()
+[world.close() for world in worlds]
+try:
+    mine.translate(array, 1)
+except switchyard.InvalidArgument as error:
+    assert "closed" in str(error)
+view[...] = 3
+freed[...] = 1
+assert scalar.sum() == 0 and array.sum() == 3 * 1500 and there.sum() == 7 * 4000 and freed.sum() == 1000
+del array, heaps, mine, other
+assert view.sum() == 3 * 1500
+print("right")
+"""
+
+
+@pytest.mark.parametrize("arrays", ["torch", "numpy"])
+def test_arrays_outlive_a_closed_heap(arrays):
+    """In a process of its own, which a mistake would end. It ends with arrays that are still there."""
+    found = subprocess.run(
+        [sys.executable, "-c", AFTER_CLOSE, arrays], capture_output=True, text=True, timeout=300
+    )
+    assert (found.returncode, found.stdout) == (0, "right\n"), found.stderr
+
+
+def _mapped():
+    with open("/proc/self/maps") as maps:
+        return sum("memfd:switchyard" in line for line in maps)
+
+
+@pytest.mark.parametrize("arrays", ["torch", "numpy"])
+def test_memory_goes_with_the_heap_or_its_last_array(arrays):
+    world = World.processes(0, 1, rendezvous=f"heap memory {os.getpid()} {arrays}")
+    before = _mapped()
+    heap = SymmetricHeap(world, 1 << 20, arrays=arrays)
+    first, second = heap.empty(10, "int64"), heap.empty(10, "int64")[3:]
+    assert _mapped() > before
+    del first
+    heap.close()
+    assert _mapped() > before
+    del second
+    gc.collect()
+    assert _mapped() == before
+    heap = SymmetricHeap(world, 1 << 20, arrays=arrays)
+    heap.empty(10, "int64")
+    heap.close()
+    assert heap.closed and _mapped() == before
+    heap = SymmetricHeap(world, 1 << 20, arrays=arrays)
+    del heap
+    gc.collect()
+    assert _mapped() == before
+
+
 def test_borrowed_memory():
     """As tensors of GPU memory are made, of memory of the host."""
     words = (ctypes.c_float * 8)(*range(8))
