@@ -204,7 +204,8 @@ def _describe_torch(name: str, array: Any, write: bool, packed: bool) -> tuple[_
     if device.type not in ("cpu", "cuda"):
         raise InvalidArgument(f"{name} is on {device}; Switchyard takes cpu and cuda")
     torch = sys.modules["torch"]
-    if array.layout is not torch.strided or array.is_nested:
+    refuse_nested(name, array)
+    if array.layout is not torch.strided:
         raise InvalidArgument(f"{name} is {array.layout}, not dense; pass a dense copy")
     if array.is_neg() or array.is_conj():
         raise InvalidArgument(f"{name} is a negated view; pass {name}.resolve_neg()")
@@ -219,6 +220,12 @@ def _describe_torch(name: str, array: Any, write: bool, packed: bool) -> tuple[_
         ) from error
     kind = (_abi.CUDA, device.index or 0) if device.type == "cuda" else (_abi.CPU, 0)
     return _make(name, data, dtype, kind, array.shape, array.stride()), array
+
+
+def refuse_nested(name: str, array: Any) -> None:
+    """Raise `InvalidArgument` for a nested tensor of torch, before its shape is read, which it may not have."""
+    if is_torch(array) and array.is_nested:
+        raise InvalidArgument(f"{name} is a nested tensor, whose rows may differ in length; pass a dense one")
 
 
 def refuse_backward() -> NoReturn:
@@ -479,6 +486,7 @@ def _repeat_rows(scale: Any, times: int, rows: int) -> Any:
 
 def shape(name: str, array: Any, ndim: int) -> tuple[int, ...]:
     """The shape of an array of so many dimensions."""
+    refuse_nested(name, array)
     found = array.shape if is_torch(array) or is_numpy(array) else shape_of(describe(name, array)[0])
     if len(found) != ndim:
         raise ShapeMismatch(f"{name} is {list(found)}; it needs {ndim} dimensions")

@@ -36,7 +36,8 @@ def fingerprint(name: str, array: Any) -> Any:
     if array is None:
         return None
     torch = sys.modules.get("torch")
-    if torch and type(array) is torch.Tensor and array.is_cpu | array.is_cuda and array.layout is torch.strided:
+    plain = torch and type(array) is torch.Tensor and array.is_cpu | array.is_cuda and array.layout is torch.strided
+    if plain and not array.is_nested:
         return (array.data_ptr(), tuple(array.shape), array.stride(), array.dtype, array.device, array.requires_grad)
     tensor, _ = _arrays.describe(name, array, packed=True)
     strides = tuple(tensor.strides[: tensor.ndim])

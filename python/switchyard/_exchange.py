@@ -528,6 +528,7 @@ class Exchange(Owned):
     ) -> tuple[_abi.CombineInput, list[Any]]:
         """The call, and what must live until it is made."""
         _arrays.refuse_gradient(rows)
+        _arrays.refuse_nested("rows", rows)
         _require_handle(handle)
         if len(getattr(rows, "shape", ())) == 3:
             rows = rows.reshape(-1, rows.shape[-1])

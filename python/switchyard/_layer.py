@@ -384,6 +384,8 @@ class MoeLayer(torch.nn.Module):
         return out
 
     def _check_arguments(self, hidden_states: Any, token_ids: Any, out: Any) -> None:
+        for name, array in (("hidden_states", hidden_states), ("token_ids", token_ids), ("out", out)):
+            _arrays.refuse_nested(name, array)
         shape, hidden = tuple(hidden_states.shape), self._layer.hidden
         if not shape or shape[-1] != hidden:
             raise ShapeMismatch(f"hidden_states is {shape}; its last dimension has to be H, {hidden}")

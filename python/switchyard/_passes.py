@@ -325,12 +325,18 @@ class Handle(Reader):
         layer of each step. Tensors are described once, until they look different; then only addresses
         are passed.
         """
-        seen = (
-            x.shape, x.stride(), x.dtype, x.device, topk_ids.shape, topk_ids.stride(), topk_ids.dtype,
-            topk_ids.device, topk_weights.stride(), topk_weights.shape,
-            topk_weights.dtype, topk_weights.device, out.shape, out.stride(), out.dtype, out.device,
-            max_tokens_per_rank,
-        )
+        try:
+            seen = (
+                x.shape, x.stride(), x.dtype, x.device, topk_ids.shape, topk_ids.stride(), topk_ids.dtype,
+                topk_ids.device, topk_weights.stride(), topk_weights.shape,
+                topk_weights.dtype, topk_weights.device, out.shape, out.stride(), out.dtype, out.device,
+                max_tokens_per_rank,
+            )
+        except RuntimeError:
+            # Some tensors have no strides or no shape, such as nested ones. To ask first would cost every call.
+            for name, array in (("x", x), ("topk_ids", topk_ids), ("topk_weights", topk_weights), ("out", out)):
+                _arrays.describe(name, array)
+            raise
         more = {"max_tokens_per_rank": max_tokens_per_rank}
         with self._lock:
             # True == 1, but is no number of tokens.
@@ -510,34 +516,37 @@ class Handle(Reader):
                 if self._fast is None:
                     return None
                 shape, dtype, device, ids_shape, ids_dtype, w_dtype, slots, handle, call, cuda = self._fast
-                if not (
-                    x.shape == shape
-                    and x.dtype is dtype
-                    and x.device == device
-                    and x.is_contiguous()
-                    and self._call.max_tokens_per_rank == max_tokens_per_rank
-                    and type(max_tokens_per_rank) is int
-                    and topk_ids.shape == ids_shape
-                    and topk_ids.dtype is ids_dtype
-                    and topk_ids.device == device
-                    and topk_ids.is_contiguous()
-                    and topk_weights.shape == ids_shape
-                    and topk_weights.dtype is w_dtype
-                    and topk_weights.device == device
-                    and topk_weights.is_contiguous()
-                ):
-                    return None
-                if out is None:
-                    result = _empty_like(x)
-                elif (
-                    type(out) is _Tensor
-                    and out.shape == shape
-                    and out.dtype is dtype
-                    and out.device == device
-                    and out.is_contiguous()
-                ):
-                    result = out
-                else:
+                try:
+                    if not (
+                        x.shape == shape
+                        and x.dtype is dtype
+                        and x.device == device
+                        and x.is_contiguous()
+                        and self._call.max_tokens_per_rank == max_tokens_per_rank
+                        and type(max_tokens_per_rank) is int
+                        and topk_ids.shape == ids_shape
+                        and topk_ids.dtype is ids_dtype
+                        and topk_ids.device == device
+                        and topk_ids.is_contiguous()
+                        and topk_weights.shape == ids_shape
+                        and topk_weights.dtype is w_dtype
+                        and topk_weights.device == device
+                        and topk_weights.is_contiguous()
+                    ):
+                        return None
+                    if out is None:
+                        result = _empty_like(x)
+                    elif (
+                        type(out) is _Tensor
+                        and out.shape == shape
+                        and out.dtype is dtype
+                        and out.device == device
+                        and out.is_contiguous()
+                    ):
+                        result = out
+                    else:
+                        return None
+                except RuntimeError:  # of a tensor that has no shape, such as a nested one: a description says so
                     return None
                 if not _are_plain(x, topk_ids, topk_weights, result):
                     return None

@@ -239,6 +239,11 @@ def _inference(array):
         return torch.from_numpy(array.copy()) + 0
 
 
+def _jagged(array):
+    rows = [torch.from_numpy(row.copy()) for row in numpy.atleast_2d(array)]
+    return torch.nested.nested_tensor(rows, layout=torch.jagged)
+
+
 # Name -> what is made of a numpy array; None: it must be refused (as an output, as an input).
 SAME, REFUSED, EITHER = "same", "refused", "either"
 KINDS = {
@@ -270,6 +275,8 @@ KINDS = {
     "sparse": (lambda a: torch.from_numpy(a.copy()).to_sparse(), REFUSED, REFUSED),
     "meta": (lambda a: torch.from_numpy(a.copy()).to("meta"), REFUSED, REFUSED),
     "expanded": (lambda a: torch.from_numpy(a[..., :1].copy()).expand(a.shape), EITHER, REFUSED),
+    "nested": (lambda a: torch.nested.nested_tensor([torch.from_numpy(a.copy())]), REFUSED, REFUSED),
+    "jagged": (_jagged, REFUSED, REFUSED),
     "negated view": (lambda a: torch._neg_view(torch.from_numpy(a.copy())), REFUSED, REFUSED),
     "None": (lambda a: None, EITHER, EITHER),
     "text": (lambda a: "array", REFUSED, REFUSED),
@@ -318,6 +325,27 @@ def test_every_function_with_each_kind_of_array(plain, case, name, kind):
     if kind in ("None", "expanded", "a column less"):
         return  # other numbers
     numpy.testing.assert_allclose(found, plain[case], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["nested", "jagged", "sparse"])
+@pytest.mark.parametrize("name", [*CALL, "out"])
+def test_tensors_without_a_shape_or_strides_on_the_ways_of_servers(name, kind):
+    """Where all others are tensors, too: a first call, and one that looks like the call before."""
+    layer = Experts(**{n: torch.from_numpy(a) for n, a in WEIGHTS.items()}, top_k=K, max_tokens=T)
+    given = {n: torch.from_numpy(a) for n, a in CALL.items()} | {"out": torch.zeros(T, H)}
+    odd = KINDS[kind][0](given[name].numpy())
+    with torch.no_grad():
+        for _ in range(2):
+            with pytest.raises(switchyard.InvalidArgument, match=f"{name} is .*; pass a dense"):
+                layer(**given | {name: odd})
+            wanted = layer(**given).clone()
+            layer(**given)
+        if name != "out":
+            del given["out"]
+            layer(**given)
+            with pytest.raises(switchyard.InvalidArgument, match=f"{name} is .*; pass a dense"):
+                layer(**given | {name: odd})
+        assert torch.equal(layer(**given), wanted)
 
 
 def test_the_table_has_every_public_function():

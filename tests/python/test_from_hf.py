@@ -510,6 +510,7 @@ ARGUMENTS = [
     (InvalidArgument, "out has strides", lambda l, x: l(x, out=torch.empty(1, H, T).transpose(1, 2))),
     (InvalidArgument, "out is a ndarray", lambda l, x: l(x, out=x.numpy())),
     (InvalidArgument, "token_ids are given", lambda l, x: l(x, token_ids=torch.zeros(1, T, dtype=torch.int32))),
+    (InvalidArgument, "hidden_states is a nested tensor", lambda l, x: l(torch.nested.nested_tensor([x[0], x[0, :2]]))),
     (InvalidArgument, "token_ids is a list", lambda l, x: l(x, token_ids=[1])),
     (InvalidArgument, "block is a str", lambda l, x: MoeLayer.from_hf("block")),
     (InvalidArgument, "check is 'no'", lambda l, x: MoeLayer.from_hf(make(*BLOCKS[0][:3]), check="no")),
