@@ -87,7 +87,7 @@ def path(name: str, value: Any) -> bytes:
 def whole_numbers(name: str, values: Any, low: int, high: int) -> list[int]:
     """Of a sequence or an array."""
     try:
-        found = values.tolist() if hasattr(values, "tolist") else list(values)
+        found = list(values.tolist() if hasattr(values, "tolist") else values)
     except TypeError:
         refuse(f"{name} is {values!r}; use a sequence of whole numbers")
     return [integer(f"{name}[{i}]", value, low, high) for i, value in enumerate(found)]

@@ -193,8 +193,13 @@ def _array(name: str, kind: Any, values: Sequence[Any] | None) -> tuple[Any, int
     return (kind * max(len(values), 1))(*values), len(values)
 
 
+def _whole_counts(counts: Any) -> list[int]:
+    return _values.whole_numbers("counts", counts, 0, 2**63 - 1)
+
+
 def _counts(counts: Any) -> tuple[Any, int]:
-    return _values.integers("counts", ctypes.c_int64, counts), len(counts)
+    values = _whole_counts(counts)
+    return (ctypes.c_int64 * max(len(values), 1))(*values), len(values)
 
 
 def _kernel(kernel: Kernel) -> tuple[_abi.TuneKernel, list[Any]]:
@@ -250,8 +255,13 @@ def balancedness(counts: Any) -> float:
     ----------
     counts : sequence of int, array or tensor [num_experts]
         The rows of each expert, such as a recorded step's.
+
+    Raises
+    ------
+    InvalidArgument
+        For what is no histogram, naming the element that is no whole number of at least 0.
     """
-    values = counts.tolist() if hasattr(counts, "tolist") else list(counts)
+    values = _whole_counts(counts)
     total = sum(values)
     if total == 0 or len(values) < 2:
         return 1.0

@@ -9,7 +9,9 @@ import statistics
 import subprocess
 import sys
 
+import numpy
 import pytest
+import torch
 
 import switchyard
 from switchyard import tuner
@@ -89,6 +91,35 @@ def test_histograms_of_both_kinds():
         tuner.draw_counts("zipf", 256, 64, 8, 0.2)
     with pytest.raises(switchyard.InvalidArgument, match="9 of 8 experts"):
         tuner.draw_counts("distinct", 1, 8, 9, 1)
+
+
+@pytest.mark.parametrize(
+    "counts, message",
+    [
+        ([-1, 2], r"counts\[0\] is -1; use 0 or more"),
+        ([3, 1.5], r"counts\[1\] is 1.5; use a whole number"),
+        ([True, 1], r"counts\[0\] is True; use a whole number"),
+        (None, "counts is None; use a sequence"),
+        (7, "counts is 7; use a sequence"),
+        (numpy.int64(7), r"counts is .*7.*; use a sequence"),
+        ("x", r"counts\[0\] is 'x'; use a whole number"),
+        (numpy.array([[1, 2]]), r"counts\[0\] is \[1, 2\]; use a whole number"),
+        (torch.tensor([0.5, 1.0]), r"counts\[0\] is 0.5; use a whole number"),
+        ([2**63, 1], r"counts\[0\] is 9223372036854775808; use 9223372036854775807 or less"),
+    ],
+    ids=str,
+)
+def test_histograms_are_counts(files, counts, message):
+    selector = tuner.Selector(KERNEL, files[1])
+    for function in (tuner.balancedness, lambda counts: selector.select("a", counts)):
+        with pytest.raises(switchyard.InvalidArgument, match=message):
+            function(counts)
+
+
+def test_balancedness_of_each_kind_of_sequence():
+    for counts in ([1, 2, 1], (1, 2, 1), numpy.array([1, 2, 1]), torch.tensor([1, 2, 1]), iter([1, 2, 1])):
+        assert tuner.balancedness(counts) == pytest.approx(1.5 * math.log(2) / math.log(3))
+    assert tuner.balancedness([0, 0]) == tuner.balancedness([]) == 1
 
 
 def test_profile_fit_select(files):
