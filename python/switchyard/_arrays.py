@@ -30,6 +30,8 @@ _PACKED = {"int8": _abi.U8, "float4_e2m1fn_x2": _abi.U8}
 _SHORT = {name: i for i, name in enumerate(DTYPE_NAMES)} | {
     "fp32": _abi.F32, "fp16": _abi.F16, "fp8": _abi.F8_E4M3,
 }
+# What layers compute in.
+COMPUTE = ("bf16", "f32", "f8_e4m3")
 # dtype -> number; torch's dtypes are put here as they come.
 DTYPES: dict[Any, int] = {}
 
@@ -72,6 +74,31 @@ def dtype_code(dtype: Any, of: str = "") -> int:
         DTYPES[dtype] = code
     except TypeError:
         pass
+    return code
+
+
+def chosen_dtype(name: str, dtype: Any, may_be: tuple[str, ...], *, optional: bool = True) -> int:
+    """The number of a dtype that an argument chooses; none for None, where that may be.
+
+    Parameters
+    ----------
+    may_be : tuple of str
+        Those that it may choose, by their short names.
+
+    Raises
+    ------
+    InvalidArgument
+        For others, naming the argument.
+    """
+    if dtype is None and optional:
+        return _abi.DTYPE_NONE
+    try:
+        code = dtype_code(dtype)
+    except DTypeMismatch:
+        code = _abi.DTYPE_NONE
+    if code == _abi.DTYPE_NONE or DTYPE_NAMES[code] not in may_be:
+        *most, last = [*(["None"] if optional else []), *map(repr, may_be)]
+        raise InvalidArgument(f"{name} is {dtype!r}; pass {', '.join(most)} or {last}")
     return code
 
 

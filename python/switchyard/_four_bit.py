@@ -121,6 +121,11 @@ def weight(name: str, array: Any, form: _Format, transposed: bool, keep: Kept) -
             "apart, but neighbours share an element; pass rows that are contiguous, packed along the columns that are "
             "summed over"
         )
+    if shape[1] > 1 and strides[1] < 0:
+        raise InvalidArgument(
+            f"{name} has strides {tuple(tensor.strides[: tensor.ndim])}, with its rows in reverse; pass a copy with rows "
+            "in their order"
+        )
     shape[2] *= per
     strides[:2] = (stride * per for stride in strides[:2])
     strides[2] = 1
@@ -176,9 +181,15 @@ def put_scale(name: str, scale: Any, matrices: _abi.Matrices, form: _Format, kee
 
 
 def _require_rows(name: str, tensor: _abi.Tensor) -> None:
+    """Rows that are contiguous, and one behind the other."""
     if tensor.shape[2] > 1 and tensor.strides[2] != 1:
         raise InvalidArgument(
             f"{name} has strides {tuple(tensor.strides[:3])}, and is read where it is; pass one with contiguous rows"
+        )
+    if tensor.shape[1] > 1 and 0 not in tensor.shape[:3] and tensor.strides[1] < tensor.shape[2]:
+        raise InvalidArgument(
+            f"{name} has strides {tuple(tensor.strides[:3])}: its rows are {tensor.strides[1]} apart, and each has "
+            f"{tensor.shape[2]} numbers; pass a contiguous copy"
         )
 
 

@@ -17,7 +17,7 @@ from ._four_bit import WeightFormat
 from ._handle import Reader
 from ._library import check, library
 from ._values import count_text
-from ._weights import ORDERS, Order, put_scale
+from ._weights import ORDERS, Order, compute_code, put_scale
 from .errors import DTypeMismatch, InvalidArgument, MissingTensor, ShapeMismatch
 
 # "packed"; ("blocked", rows of a block); ("padded", an expert's room in rows)
@@ -234,7 +234,7 @@ class GroupedGemm(Reader):
         options = _abi.GroupedGemmOptions(
             backend=_abi.CUDA if cuda else _abi.CPU, max_rows=max_rows, num_threads=num_threads,
             device=weight.device_id if cuda else -1,
-            compute=_abi.DTYPE_NONE if compute is None else _arrays.dtype_code(compute),
+            compute=compute_code(compute, weight.dtype, "w", ("bf16", "f16", "f32", "f8_e4m3")),
         )
         if schedule is not None:
             schedule._put(options)

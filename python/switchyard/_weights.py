@@ -146,14 +146,17 @@ def _require_one_type(w13: _abi.Tensor, w2: _abi.Tensor) -> None:
         )
 
 
-def compute_code(compute: Any, weights: int) -> int:
-    """The code of the type to compute in; none: by the weights' type."""
-    if compute is None:
-        return _abi.DTYPE_NONE
-    code = _arrays.dtype_code(compute)
+def compute_code(
+    compute: Any, weights: int, of: str = "w2", may_be: tuple[str, ...] = _arrays.COMPUTE
+) -> int:
+    """The code of the type to compute in, with weights of a type; none: by the weights' type.
+
+    `of`: the argument that has the weights, for the error.
+    """
+    code = _arrays.chosen_dtype("compute", compute, may_be)
     if code == _abi.F8_E4M3 and weights not in (_abi.F8_E4M3, _abi.F4_E2M1):
         raise InvalidArgument(
-            f"compute is {compute!r}, but w2 is {_arrays.DTYPE_NAMES[weights]}; use 'bf16' or 'f32', or weights in "
+            f"compute is {compute!r}, but {of} is {_arrays.DTYPE_NAMES[weights]}; use 'bf16' or 'f32', or weights in "
             "FP8 or MXFP4"
         )
     return code

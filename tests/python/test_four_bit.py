@@ -285,6 +285,11 @@ def strided(array):
     return torch.stack((array, array), dim=-1)[..., 0]
 
 
+def reversed_rows(array):
+    """The same numbers, rows of an expert from the last one on."""
+    return numpy.ascontiguousarray(array.numpy()[:, ::-1])[:, ::-1]
+
+
 def misaligned(array):
     memory = numpy.zeros(array.nbytes + 4, dtype=numpy.uint8)
     offset = 1 - memory.ctypes.data % 4
@@ -337,6 +342,14 @@ def misaligned(array):
          "w13_scale begins at an address"),
         (int4, lambda a: dict(w13=misaligned(as_words(a["w13"]).numpy())), switchyard.InvalidArgument,
          "w13 begins at an address"),
+        (arguments, lambda a: dict(w13=reversed_rows(a["w13"])), switchyard.InvalidArgument,
+         "w13 has strides (18432, -144, 1), with its rows in reverse"),
+        (arguments, lambda a: dict(w13_scale=reversed_rows(a["w13_scale"])), switchyard.InvalidArgument,
+         "w13_scale has strides (1152, -9, 1): its rows are -9 apart, and each has 9 numbers; pass a contiguous copy"),
+        (int4, lambda a: dict(w2_scale=a["w2_scale"][:, :1].expand(-1, H, -1)), switchyard.InvalidArgument,
+         "w2_scale has strides (576, 0, 1): its rows are 0 apart, and each has 2 numbers"),
+        (zeros, lambda a: dict(w13_zero=a["w13_zero"][:, :1].expand(-1, 2 * I, -1)), switchyard.InvalidArgument,
+         "w13_zero has strides (1152, 0, 1): its rows are 0 apart"),
         (arguments, lambda a: dict(block=(1, 32)), switchyard.InvalidArgument,
          "block is (1, 32), but weight_format is 'mxfp4'"),
         (arguments, lambda a: dict(w2_zero=a["w2_scale"], w13_zero=a["w13_scale"]), switchyard.InvalidArgument,
@@ -392,7 +405,10 @@ def test_grouped_gemms_refuse_what_layers_do():
         (dict(weight_format="fp4"), switchyard.InvalidArgument, "weight_format is 'fp4'"),
         (dict(w_scale=None), switchyard.MissingTensor, "w is of 'int4'; pass w_scale, too"),
         (dict(block=(1, 32)), switchyard.InvalidArgument, "block is (1, 32), but weight_format"),
-        (dict(compute="f8_e4m3"), switchyard.InvalidArgument, "compute type f8_e4m3, but matrices[0] is u4"),
+        (dict(compute="f8_e4m3"), switchyard.InvalidArgument, "compute is 'f8_e4m3', but w is u4; use 'bf16' or"),
+        (dict(w_scale=w.scale[:, :1].expand(-1, 8, -1)), switchyard.InvalidArgument,
+         "w_scale has strides (16, 0, 1): its rows are 0 apart, and each has 2 numbers"),
+        (dict(w=reversed_rows(w.bytes)), switchyard.InvalidArgument, "w has strides (256, -32, 1), with its rows in"),
         (dict(w=w.bytes[:, :, :24]), switchyard.ShapeMismatch, "which is 48 columns"),
         (dict(w_zero=zero[:, :, :1]), switchyard.ShapeMismatch, "w_zero is (5, 8, 1); the scales are (5, 8, 2)"),
         (dict(w_zero=zero.int()), switchyard.DTypeMismatch, "w_zero is i32; pass uint8"),
