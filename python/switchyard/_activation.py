@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 import math
 import numbers
+from typing import Any
 
 from . import _abi
-from ._values import is_flag
+from ._values import MOST_COUNT, is_flag
 from .errors import InvalidArgument
 
 KINDS = ("silu", "gelu", "gelu_tanh", "relu", "relu2", "identity", "situ")
@@ -21,6 +22,13 @@ def is_real(value: object) -> bool:
 def is_whole(value: object) -> bool:
     """Whether a value is an integer, of Python or numpy."""
     return isinstance(value, numbers.Integral) and not is_flag(value)
+
+
+def count_words(value: Any, least: int) -> str:
+    """What a count may be, by the bound that a value crossed."""
+    if is_whole(value) and value > MOST_COUNT:
+        return f"an int of at most {MOST_COUNT}"
+    return f"an int of at least {least}"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,6 +20,8 @@ from .errors import InvalidArgument, ShapeMismatch
 
 CombineWeights = Literal["receiver", "sender", "none"]
 _WEIGHTS = ("receiver", "sender", "none")
+# Types of results.
+_SUMMED = ("bf16", "f16", "f32")
 # Names that arrays of torch and numpy have for dtypes.
 _TYPES = {
     _abi.F32: "float32", _abi.F16: "float16", _abi.BF16: "bfloat16", _abi.F8_E4M3: "float8_e4m3fn",
@@ -229,10 +231,10 @@ class Exchange(Owned):
             raise InvalidArgument(f"weights is {weights!r}; use one of {', '.join(_WEIGHTS)}")
         if checked_world(world) is None:
             raise InvalidArgument("world is None; pass a switchyard.World, such as World.single()")
-        code = _arrays.dtype_code(dispatch)
-        back = _arrays.dtype_code(combine) if combine is not None else code
-        if combine is None and code == _abi.F8_E4M3:
-            back = _abi.BF16
+        code = _arrays.chosen_dtype("dispatch", dispatch, (*_SUMMED, "f8_e4m3"), optional=False)
+        back = _arrays.chosen_dtype("combine", combine, _SUMMED)
+        if combine is None:
+            back = _abi.BF16 if code == _abi.F8_E4M3 else code
         if isinstance(layout, (tuple, list)) and tuple(layout) == ("padded", 0):
             c_layout = _abi.RowLayout(_LAYOUTS.index("padded"), 0, 0)
         else:
@@ -394,6 +396,7 @@ class Exchange(Owned):
             As `dispatch_send` does.
         """
         _require_handle(handle)
+        exact = bool(_values.flag("exact", exact))
         like = handle._like
         if like is None:
             raise InvalidArgument("nothing was sent with the handle; call dispatch_send() first")
@@ -463,6 +466,8 @@ class Exchange(Owned):
         -------
         Received
         """
+        # Before anything is sent: the other ranks would wait for what a refused call does not receive.
+        exact = bool(_values.flag("exact", exact))
         # On processors a receive can be refused and made again when the send is done.
         if exact or self.backend != "cuda":
             handle = self.dispatch_send(x, ids, weights, x_scale=x_scale, handle=handle)
@@ -577,7 +582,7 @@ class Exchange(Owned):
         """Where the results go, the call, and what must live until it is made."""
         _require_handle(handle)
         if out is None:
-            if accumulate:
+            if _values.flag("accumulate", accumulate):
                 raise InvalidArgument("accumulate is True, but out is None; pass what to add to")
             if handle._like is None:
                 raise InvalidArgument("nothing was dispatched with the handle; dispatch with it first")

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from . import _hf, _hf_parallel
-from ._activation import Activation
+from . import _hf, _hf_parallel, _values
+from ._activation import Activation, count_words
 from ._experts import Experts
 from ._options import RENAMED, is_count, refuse_gone, values_of
 from ._world import World
@@ -342,7 +342,7 @@ def _check_options(options: dict[str, Any]) -> None:
             hint = f"; did you mean {near[0]}?" if near and not of_layers else ""
             raise InvalidArgument(f"{name} is {value!r}, but {why}{hint} (options: {', '.join(_OPTIONS)})")
     if not is_count(options.get("max_tokens", 1), 1):
-        raise InvalidArgument(f"max_tokens is {options['max_tokens']!r}; pass an int of at least 1")
+        raise InvalidArgument(f"max_tokens is {options['max_tokens']!r}; pass {count_words(options['max_tokens'], 1)}")
     values_of(options)
 
 
@@ -422,6 +422,7 @@ def patch(model: torch.nn.Module, *, partial: bool = False) -> list[str]:
     """
     if not isinstance(model, torch.nn.Module):
         raise InvalidArgument(f"model is a {type(model).__name__}; pass a torch.nn.Module")
+    partial = bool(_values.flag("partial", partial))
     decorated, replaced, refused, eager = [], [], [], []
     # Experts whose block was looked at before them.
     inside: set[torch.nn.Module] = set()

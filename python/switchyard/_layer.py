@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from . import _abi, _arrays, _values
-from ._activation import is_whole
+from ._activation import count_words, is_whole
 from ._arrays import Kept
 from ._library import check, library
 from ._passes import Handle, Stats
@@ -134,12 +134,12 @@ class MoeLayer(torch.nn.Module):
         where = _device(device)
         cuda = where.type == "cuda"
         if not is_whole(layer) or not 0 <= layer < 1 << 31:
-            raise InvalidArgument(f"layer is {layer!r}; pass the index of a layer, an int from 0 on")
+            raise InvalidArgument(f"layer is {layer!r}; pass the index of a layer, {count_words(layer, 0)}")
         options = _abi.LayerOptions(
             backend=_abi.CUDA if cuda else _abi.CPU, max_tokens=max_tokens, num_threads=num_threads,
             device=-1 if where.index is None or not cuda else where.index,
             reserved_sms=reserved_sms,
-            compute=_abi.DTYPE_NONE if compute is None else _arrays.dtype_code(compute),
+            compute=_arrays.chosen_dtype("compute", compute, _arrays.COMPUTE),
             trace=_values.flag("trace", trace), deadline_seconds=deadline,
             pre_sum_per_host=_values.flag("pre_sum_per_host", pre_sum_per_host),
             recorded_steps=recorded_steps, name=_values.text("name", name),
@@ -207,19 +207,20 @@ class MoeLayer(torch.nn.Module):
 
         if not isinstance(block, torch.nn.Module):
             raise InvalidArgument(f"block is a {type(block).__name__}; pass a torch.nn.Module")
+        _values.flag("check", check)
         world = checked_world(world) or world_of(workspace)
         with torch.inference_mode(False), torch.no_grad():
             parts = _hf_block.read(block)
             options = _abi.LayerOptions(
                 max_tokens=max_tokens, num_threads=num_threads, reserved_sms=reserved_sms,
-                compute=_abi.DTYPE_NONE if compute is None else _arrays.dtype_code(compute),
+                compute=_arrays.chosen_dtype("compute", compute, _arrays.COMPUTE),
                 trace=_values.flag("trace", trace), deadline_seconds=deadline,
                 pre_sum_per_host=_values.flag("pre_sum_per_host", pre_sum_per_host),
                 recorded_steps=recorded_steps, name=_values.text("name", name),
             )
             handle = choose_memory(options, workspace, workspace_slot)
             layer = cls._of_block(block, parts, world, options, handle)
-            if _values.flag("check", check):
+            if check:
                 at_once = min(max_tokens, parts.x.shape[0])
                 out = torch.cat([layer(x) for x in parts.x.split(at_once)])
                 try:

@@ -34,7 +34,11 @@ def _check_of(name: str, kind: Any) -> Any:
     argument, range = _ARGUMENTS.get(name, name), _values.RANGES.get(kind)
     if range is not None:
         return lambda value: _values.integer(argument, value, *range)
-    if kind in (ctypes.c_float, ctypes.c_double):
+    if argument == "deadline":
+        return lambda value: _values.seconds(argument, value)
+    if kind is ctypes.c_float:
+        return lambda value: _values.single(argument, value)
+    if kind is ctypes.c_double:
         return lambda value: _values.number(argument, value)
     return None
 

@@ -88,9 +88,10 @@ class GroupedSchedule:
             value = getattr(self, name)
             # 0 is the rule to the C interface, which has 32 bits.
             known = isinstance(value, Integral) and not _values.is_flag(value)
-            if value is not None and not (known and 1 <= value < 2**31):
-                raise InvalidArgument(f"{name} is {value!r}; use 1 or more, or None for the rule")
-        if self.paired not in (None, True, False):
+            bound = f"{_values.MOST_COUNT} or less" if known and value > 0 else "1 or more"
+            if value is not None and not (known and 1 <= value <= _values.MOST_COUNT):
+                raise InvalidArgument(f"{name} is {value!r}; use {bound}, or None for the rule")
+        if self.paired is not None and not _values.is_flag(self.paired):
             raise InvalidArgument(f"paired is {self.paired!r}; use True, False, or None for the rule")
 
     def _put(self, options: _abi.GroupedGemmOptions) -> None:
@@ -592,13 +593,14 @@ def unpermute(
             "[any, H] and [T, K]"
         )
     c_weights, keep_weights = (None, None) if weights is None else _arrays.describe("weights", weights)
+    accumulate = bool(_values.flag("accumulate", accumulate))
     if out is None:
         if accumulate:
             raise InvalidArgument("accumulate is True, but out is None; pass what to add to")
         out = _arrays.empty(rows, "rows", (c_positions.shape[0], c_rows.shape[1]))
     c_out, keep_out = _arrays.describe("out", out, write=True)
     call = _abi.UnpermuteCall(
-        accumulate=_values.flag("accumulate", accumulate), scale=scale, rows=c_rows, positions=c_positions, out=c_out
+        accumulate=int(accumulate), scale=scale, rows=c_rows, positions=c_positions, out=c_out
     )
     if c_weights is not None:
         call.weights = c_weights

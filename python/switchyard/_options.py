@@ -9,51 +9,64 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
-from . import _abi, _arrays, _values
-from ._activation import is_flag, is_real, is_whole
+from . import _arrays, _values
+from ._activation import count_words, is_flag, is_real, is_whole
 from ._workspace import Workspace, checked_workspace
 from ._world import World, checked_world
-from .errors import Error, InvalidArgument
+from .errors import InvalidArgument
 
 BadIds = Literal["raise", "skip"]
 CapacityRule = Literal["slots", "tokens"]
 
 
 def is_count(value: Any, least: int = 0) -> bool:
-    return is_whole(value) and least <= value < 1 << 31
+    return is_whole(value) and least <= value <= _values.MOST_COUNT
 
 
 def _is_number(value: Any) -> bool:
     return is_real(value) and 0 <= value < math.inf
 
 
-def _is_compute(value: Any) -> bool:
+def _is_deadline(value: Any) -> bool:
+    return _is_number(value) and value <= _values.MOST_SECONDS
+
+
+def _is_name(value: Any) -> bool:
     try:
-        return value is None or _arrays.dtype_code(value) in (_abi.BF16, _abi.F32, _abi.F8_E4M3)
-    except Error:
+        _values.text("name", value)
+    except InvalidArgument:
         return False
+    return True
+
+
+def _deadline_words(value: Any) -> str:
+    bound = f"at most {_values.MOST_SECONDS:g}" if _is_number(value) else "at least 0"
+    return f"seconds, a finite number of {bound} (0: the world's)"
 
 
 _FLAG = ("True or False", is_flag)
-_COUNT = ("an int of at least 0", is_count)
-# Each option has the words for its values, and the test of a value.
-_OPTIONS: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    "compute": ("None, 'bf16', 'f32' or 'f8_e4m3'", _is_compute),
+_COUNT = (lambda v: count_words(v, 0), is_count)
+# Each option has the words for its values, which may name the bound that a value crossed, and the test of a value.
+_OPTIONS: dict[str, tuple[str | Callable[[Any], str], Callable[[Any], bool]]] = {
     "weight_on_input": _FLAG,
     "capacity_factor": ("a finite number of at least 0 (0: nothing is dropped)", _is_number),
     "capacity_rule": ("'slots' or 'tokens'", lambda v: v in ("slots", "tokens")),
     "bad_ids": ("'raise' or 'skip'", lambda v: v in ("raise", "skip")),
     "large_ids_are_none": _FLAG,
     "pre_sum_per_host": _FLAG,
-    "num_experts": ("None or an int of at least 1", lambda v: v is None or is_count(v, 1)),
-    "device": ("None or the number of a GPU, an int of at least 0", lambda v: v is None or is_count(v)),
+    "num_experts": (
+        lambda v: f"None or {count_words(v, 1)}", lambda v: v is None or is_count(v, 1)
+    ),
+    "device": (
+        lambda v: f"None or the number of a GPU, {count_words(v, 0)}", lambda v: v is None or is_count(v)
+    ),
     "reserved_sms": _COUNT,
-    "num_threads": ("an int of at least 0 (0: hardware threads divided by ranks)", is_count),
+    "num_threads": (lambda v: f"{count_words(v, 0)} (0: hardware threads divided by ranks)", is_count),
     "slot": _COUNT,
-    "deadline": ("seconds, a finite number of at least 0 (0: the world's)", _is_number),
+    "deadline": (_deadline_words, _is_deadline),
     "trace": _FLAG,
     "recorded_steps": _COUNT,
-    "name": ("a str without zero bytes", lambda v: isinstance(v, str) and "\0" not in v),
+    "name": ("a str without zero bytes and halves of surrogate pairs", _is_name),
 }
 
 
@@ -74,9 +87,12 @@ def refuse_gone(options: dict[str, Any]) -> None:
 def _check(options: Any) -> None:
     for field in dataclasses.fields(options):
         value = getattr(options, field.name)
+        if field.name == "compute":
+            _arrays.chosen_dtype("compute", value, _arrays.COMPUTE)
         what, is_right = _OPTIONS.get(field.name, ("", lambda v: True))
         if not is_right(value):
-            raise InvalidArgument(f"{field.name} is {value!r}; pass {what}")
+            words = what if isinstance(what, str) else what(value)
+            raise InvalidArgument(f"{field.name} is {value!r}; pass {words}")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -571,7 +571,7 @@ class Handle(Reader):
         return result
 
     def _new_out(self, x: Any, x_scale: Any, accumulate: Any) -> Any:
-        if accumulate:
+        if _values.flag("accumulate", accumulate):
             raise InvalidArgument("accumulate is True, but out is None; pass what to add to")
         shape = _arrays.shape("x", x, 2)
         self._require_columns(shape)
@@ -602,7 +602,7 @@ class Handle(Reader):
                 self._number,
             )
             return out
-        if accumulate:
+        if _values.flag("accumulate", accumulate):
             raise InvalidArgument("accumulate is True, but out is None; pass what to add to")
         return torch.ops.switchyard.experts(
             x, topk_ids, topk_weights, x_scale, list(self._parameters) if wanted else [], scale,

@@ -11,9 +11,9 @@ from ctypes import byref
 from typing import Any, Literal
 
 from . import _abi, _arrays
-from ._activation import is_flag, is_real, is_whole
+from ._activation import count_words, is_flag, is_real, is_whole
 from ._library import check, library
-from ._values import count_text
+from ._values import MOST_COUNT, count_text
 from .errors import DTypeMismatch, InvalidArgument, ShapeMismatch
 
 _SCORES = ("softmax", "sigmoid", "sqrt_softplus")
@@ -75,8 +75,8 @@ class Routing:
                 raise InvalidArgument(f"{name} is {getattr(self, name)!r}; pass True or False")
         for name in ("groups", "top_groups"):
             value = getattr(self, name)
-            if not is_whole(value) or not 1 <= value < 1 << 31:
-                raise InvalidArgument(f"{name} is {value!r}; pass an int of at least 1")
+            if not is_whole(value) or not 1 <= value <= MOST_COUNT:
+                raise InvalidArgument(f"{name} is {value!r}; pass {count_words(value, 1)}")
         for name in ("renormalize_epsilon", "scale", "jitter_eps"):
             value = getattr(self, name)
             above = name == "scale"
@@ -86,6 +86,11 @@ class Routing:
         if self.top_groups > self.groups:
             raise InvalidArgument(
                 f"top_groups is {self.top_groups}, but groups is {self.groups}; pass at most as many"
+            )
+        if self.groups == 1 and self.group_score != "sum_top_two" and self.method != "sparse_mixer":
+            raise InvalidArgument(
+                f"group_score is {self.group_score!r}, but groups is 1, so that none is scored; give the number of "
+                "groups, or leave it out"
             )
         if self.renormalize_epsilon and not self.renormalize:
             raise InvalidArgument(

@@ -6,6 +6,7 @@ from __future__ import annotations
 import ctypes
 import operator
 import os
+import struct
 from typing import Any, NoReturn
 
 from .errors import InvalidArgument
@@ -16,6 +17,13 @@ RANGES: dict[object, tuple[int, int]] = {
     ctypes.c_uint32: (0, 2**32 - 1),
     ctypes.c_uint64: (0, 2**64 - 1),
 }
+
+
+# What an int32 holds, which is what the library counts in.
+MOST_COUNT = 2**31 - 1
+MOST_SINGLE = 3.4028234663852886e38
+# As milliseconds_of() in src/c_api/world.cpp.
+MOST_SECONDS = 1e12
 
 
 def count_text(count: int, noun: str) -> str:
@@ -53,6 +61,24 @@ def number(name: str, value: Any) -> float:
     refuse(f"{name} is {value!r}; use a number")
 
 
+def single(name: str, value: Any) -> float:
+    """A number that float32 does not make infinite."""
+    found = number(name, value)
+    try:
+        struct.pack("<f", found)  # which takes infinity itself
+    except OverflowError:
+        refuse(f"{name} is {value!r}; use a number that float32 holds, up to {MOST_SINGLE:g}")
+    return found
+
+
+def seconds(name: str, value: Any) -> float:
+    """A deadline. The library refuses those below 0."""
+    found = number(name, value)
+    if found > MOST_SECONDS:
+        refuse(f"{name} is {value!r}; use {MOST_SECONDS:g} seconds or less, of which a year is waited at most")
+    return found
+
+
 def is_flag(value: object) -> bool:
     """Whether a value is a bool, of Python or numpy."""
     return isinstance(value, bool) or type(value).__name__ in ("bool", "bool_")
@@ -71,13 +97,17 @@ def text(name: str, value: Any) -> bytes:
     if "\0" in value:
         # C would take the part before it.
         refuse(f"the {name} has a zero byte; use printable characters")
-    return value.encode("utf-8", "surrogateescape")
+    try:
+        return value.encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError:
+        # Its value may be a secret.
+        refuse(f"the {name} has half of a surrogate pair; use printable characters")
 
 
 def path(name: str, value: Any) -> bytes:
     try:
         found = os.fsencode(value)
-    except TypeError:
+    except (TypeError, UnicodeEncodeError):
         refuse(f"{name} is {value!r}; use a path")
     if b"\0" in found:
         refuse(f"{name} is {value!r}, which has a zero byte; use a path")

@@ -211,7 +211,8 @@ class Workspace(Owned):
             activation=(activation or Activation())._to_c(),
         )
         options = _abi.WorkspaceOptions(
-            backend=backend, max_tokens=max_tokens, compute=_arrays.dtype_code(compute),
+            backend=backend, max_tokens=max_tokens,
+            compute=_arrays.chosen_dtype("compute", compute, _arrays.COMPUTE, optional=False),
             slots=slots, num_threads=num_threads, device=number, reserved_sms=reserved_sms,
             pre_sum_per_host=_values.flag("pre_sum_per_host", pre_sum_per_host),
         )

@@ -496,6 +496,15 @@ def _exchange_of(**options):
     return Exchange(world, **dict(hidden=H, num_experts=E, top_k=K, max_tokens=T) | options)
 
 
+TOKENS = _draw(5, T, H)
+EXCHANGE = _exchange_of(dispatch="f32")
+
+
+def _combine(**options):
+    got = EXCHANGE.dispatch(TOKENS, _ids())
+    return EXCHANGE.combine(got.rows, got.handle, **options)
+
+
 def _workspace_of(**options):
     sizes = dict(hidden=H, intermediate=I, experts=E, top_k=K, max_tokens=T, compute="f32")
     return Workspace(**sizes | options)
@@ -530,6 +539,8 @@ CALLABLES = {
     "permute, padded": (lambda size: switchyard.permute(_ids(), E, ("padded", size)), dict(size=16)),
     "unpermute": (switchyard.unpermute, {k: v for k, v in CASES["unpermute"].arrays.items() if k != "out"}),
     "Exchange": (_exchange_of, {}),
+    "Exchange.dispatch": (EXCHANGE.dispatch, dict(x=TOKENS, ids=_ids())),
+    "Exchange.combine": (_combine, {}),
     "Workspace": (_workspace_of, {}),
     "SymmetricHeap": (_heap_of, {}),
     "SymmetricHeap.empty": (_heap_of().empty, dict(shape=4, dtype="f32")),
@@ -544,15 +555,16 @@ CALLABLES = {
 SIGNATURES = {
     "Routing": Routing,
     "Exchange": Exchange,
+    "Exchange.combine": Exchange.combine,
     "Workspace": Workspace,
     "SymmetricHeap": SymmetricHeap,
     **{f"Experts, {of}": kind for of, kind in VALUES.items()},
 }
 ODD = {
     "int": [2**32 + 8, 2**32, 2**31, -1, -(2**31), 2**64 + 8, 2**63, 10**8, 1.5, math.nan, "8", [], b"8"],
-    "float": [math.nan, -1.0, -math.inf, 1e300, "1", [], 1j],
-    "bool": [2, "no", 1.0, [], -1],
-    "str": [5, b"x", [], "a\0b"],
+    "float": [math.nan, -1.0, -math.inf, 1e39, 1e300, "1", [], 1j],
+    "bool": [1, 2, "no", 1.0, [], -1],
+    "str": [5, b"x", [], "a\0b", "\ud800"],
 }
 # Values that are odd, and have a meaning.
 MEANT = {
@@ -562,6 +574,10 @@ MEANT = {
     ("value", 2**63), ("value", 10**8), ("max_tokens", 10**8), ("recorded_steps", 10**8),
     ("reserved_sms", 10**8), ("deadline", 1e300), ("network_chunk_bytes", 10**8), ("num_experts", 10**8),
 }  # fmt: skip
+
+
+# Arguments that are True or False.
+FLAGS = ("paired", "exact", "accumulate", "trace", "transposed", "renormalize", "gated")
 
 
 # A path, a shape without dimensions, and what takes seconds.
@@ -601,6 +617,7 @@ def test_every_number_and_word_is_taken_as_it_is_or_refused(call, name, value):
     close = getattr(found, "close", None)
     # A number that is taken must not have become another one on the way.
     taken = getattr(found, name, None)
+    assert value not in ODD["bool"] or name not in FLAGS, f"{call} took {name}={value!r}"
     if isinstance(taken, (int, float)) and not isinstance(taken, bool) and isinstance(value, (int, float)):
         assert taken == value or value <= 0 or name == "num_threads", (taken, value)
     elif (name, value) not in MEANT if isinstance(value, (int, float, str)) else True:
@@ -647,6 +664,7 @@ IGNORED = {
     "allocator": lambda: _workspace_of(allocator="torch"),
     "accumulate": lambda: Experts(**WEIGHTS, top_k=K)(**CALL, accumulate=True),
     "score": lambda: switchyard.topk(_draw(1, T, E), K, method="sparse_mixer", score="sigmoid"),
+    "group_score": lambda: switchyard.topk(_draw(1, T, E), K, group_score="max"),
 }
 
 
@@ -677,6 +695,67 @@ def test_limits_are_looked_at_before_memory():
             attempt()
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     assert grown < 100_000, f"{grown} KiB"
+
+
+TYPES = {
+    "GroupedGemm, compute": lambda dtype: GroupedGemm(GEMM_W, compute=dtype),
+    "Workspace, compute": lambda dtype: _workspace_of(compute=dtype),
+    "Numerics, compute": lambda dtype: Numerics(compute=dtype),
+    "from_checkpoint, compute": lambda dtype: switchyard.MoeLayer.from_checkpoint("nowhere", 0, compute=dtype),
+    "Exchange, dispatch": lambda dtype: _exchange_of(dispatch=dtype),
+    "Exchange, combine": lambda dtype: _exchange_of(combine=dtype),
+}
+OPTIONAL_TYPES = ("GroupedGemm, compute", "Numerics, compute", "from_checkpoint, compute", "Exchange, combine")
+
+
+@pytest.mark.parametrize("dtype", ["x", "none", "int32", torch.int32, numpy.float64, 5, [], None], ids=str)
+@pytest.mark.parametrize("argument", TYPES)
+def test_a_type_that_cannot_be_chosen_is_refused_by_name(argument, dtype):
+    if dtype is None and argument in OPTIONAL_TYPES:
+        return
+    name = argument.partition(", ")[2]
+    with pytest.raises(switchyard.InvalidArgument) as caught:
+        TYPES[argument](dtype)
+    assert str(caught.value).startswith(f"{name} is {dtype!r}; pass ") and "'bf16'" in str(caught.value)
+    assert ("None" in str(caught.value).partition(";")[2]) == (argument in OPTIONAL_TYPES)
+
+
+def test_fp8_needs_weights_for_it():
+    with pytest.raises(switchyard.InvalidArgument, match="compute is 'fp8', but w is f32; use 'bf16' or 'f32'"):
+        GroupedGemm(GEMM_W, compute="fp8")
+
+
+SCALED = {
+    "Experts()": lambda scale: Experts(**WEIGHTS, top_k=K)(**CALL, scale=scale),
+    "unpermute": lambda scale: switchyard.unpermute(*list(CASES["unpermute"].arrays.values())[:2], scale=scale),
+    "Exchange.combine": lambda scale: _combine(scale=scale),
+    "topk": lambda scale: switchyard.topk(_draw(1, T, E), K, scale=scale),
+}
+
+
+@pytest.mark.parametrize("call", SCALED)
+def test_a_number_that_is_infinite_in_float32_is_named_as_it_was_given(call):
+    for scale in (1e39, -1e39):
+        if call != "topk" or scale > 0:
+            with pytest.raises(switchyard.InvalidArgument, match=rf"scale is {re.escape(str(scale))}; .*3.40282e\+38"):
+                SCALED[call](scale)
+    SCALED[call](3e38)
+
+
+@pytest.mark.parametrize("deadline", [1.0000001e12, 1e300])
+def test_a_deadline_is_told_its_upper_limit(deadline):
+    for make in (World.single, _exchange_of, _heap_of, Diagnostics):
+        with pytest.raises(switchyard.InvalidArgument, match=rf"deadline is {re.escape(str(deadline))}; .*1e\+12"):
+            make(deadline=deadline)
+        make(deadline=1e12)
+
+
+def test_a_refused_dispatch_has_sent_nothing():
+    """A refused receive would leave a token on its way, and the next dispatch would find another number of calls."""
+    before = EXCHANGE.stats().dispatches
+    with pytest.raises(switchyard.InvalidArgument, match="exact is 'no'; use True or False"):
+        EXCHANGE.dispatch(TOKENS, _ids(), exact="no")
+    assert EXCHANGE.stats().dispatches == before
 
 
 @pytest.mark.parametrize(

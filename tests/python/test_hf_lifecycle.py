@@ -424,6 +424,8 @@ def test_what_is_refused_stays_as_it_is():
     expected = model(ids).logits
     with pytest.raises(switchyard.Unsupported, match="layers.0.mlp.experts: .*activation"):
         switchyard.patch(model)
+    with pytest.raises(switchyard.InvalidArgument, match="partial is 'no'; use True or False"):
+        switchyard.patch(model, partial="no")
     assert switchyard.patch(model, partial=True) == ["model.layers.1.mlp.experts"]
     for ours in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert torch.allclose(ours(ids).logits, expected, atol=1e-5)

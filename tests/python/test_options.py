@@ -71,6 +71,13 @@ def test_values_are_values(kind):
         (Diagnostics, dict(trace="yes"), "trace is 'yes'; pass True or False"),
         (Diagnostics, dict(recorded_steps=1.5), "recorded_steps is 1.5; pass an int of at least 0"),
         (Diagnostics, dict(name=b"x"), "name is b'x'; pass a str"),
+        (Diagnostics, dict(name="\ud800"), r"name is '\\ud800'; pass a str without .*surrogate"),
+        (Diagnostics, dict(recorded_steps=2**31), "recorded_steps is 2147483648; pass an int of at most 2147483647"),
+        (Diagnostics, dict(deadline=1e300), r"deadline is 1e\+300; pass seconds, a finite number of at most 1e\+12"),
+        (Placement, dict(num_experts=2**31), "num_experts is 2147483648; pass None or an int of at most 2147483647"),
+        (Placement, dict(device=2**31), "device is .*the number of a GPU, an int of at most 2147483647"),
+        (Placement, dict(num_threads=2**40), r"num_threads is .*an int of at most 2147483647 \(0: hardware"),
+        (Memory, dict(slot=2**31), "slot is 2147483648; pass an int of at most 2147483647"),
     ],
     ids=str,
 )

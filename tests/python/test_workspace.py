@@ -123,7 +123,7 @@ def test_layers_that_need_more_are_refused(less):
         (dict(hidden=0), "hidden"),
         (dict(top_k=17), "top_k"),
         (dict(max_tokens=0), "max_tokens is 0"),
-        (dict(compute="f16"), "compute type f16"),
+        (dict(compute="f16"), "compute is 'f16'; pass 'bf16', 'f32' or 'f8_e4m3'"),
         (dict(num_threads=-1), "num_threads is -1"),
         (dict(reserved_sms=4), "backend is cpu"),
         (dict(device="tpu:0"), "device is 'tpu:0'"),
