@@ -123,8 +123,8 @@ def weight(name: str, array: Any, form: _Format, transposed: bool, keep: Kept) -
         )
     if shape[1] > 1 and strides[1] < 0:
         raise InvalidArgument(
-            f"{name} has strides {tuple(tensor.strides[: tensor.ndim])}, with its rows in reverse; pass a copy with rows "
-            "in their order"
+            f"{name} has strides {tuple(tensor.strides[: tensor.ndim])}, with its rows in reverse; pass a copy with "
+            "rows in their order"
         )
     shape[2] *= per
     strides[:2] = (stride * per for stride in strides[:2])
