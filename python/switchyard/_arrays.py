@@ -30,7 +30,7 @@ _PACKED = {"int8": _abi.U8, "float4_e2m1fn_x2": _abi.U8}
 _SHORT = {name: i for i, name in enumerate(DTYPE_NAMES)} | {
     "fp32": _abi.F32, "fp16": _abi.F16, "fp8": _abi.F8_E4M3,
 }
-# What layers compute in.
+# Layers compute in one of these.
 COMPUTE = ("bf16", "f32", "f8_e4m3")
 # dtype -> number; torch's dtypes are put here as they come.
 DTYPES: dict[Any, int] = {}

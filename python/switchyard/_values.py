@@ -19,10 +19,10 @@ RANGES: dict[object, tuple[int, int]] = {
 }
 
 
-# What an int32 holds, which is what the library counts in.
+# The library counts in int32.
 MOST_COUNT = 2**31 - 1
 MOST_SINGLE = 3.4028234663852886e38
-# As milliseconds_of() in src/c_api/world.cpp.
+# The library refuses longer deadlines: milliseconds_of() in src/c_api/world.cpp.
 MOST_SECONDS = 1e12
 
 
