@@ -427,6 +427,13 @@ int measure(const TuneCommandOptions& o) {
 
 int run(const Command& command, const TuneCommandOptions& o) {
   tuner::form_named(o.form);
+  if (const std::string name = std::filesystem::path(o.out).filename();
+      name.empty() || name == "." || name == "..") {
+    refuse(
+        fmt::format("--out {} is a folder; give what the files' names begin with, such as "
+                    "tuned",
+                    printable(o.out)));
+  }
   if (!o.json.empty()) results::require_mergeable<results::RampRow>(output_file("--json", o.json));
   if (!o.regions.empty())
     results::require_mergeable<results::RegionRow>(output_file("--regions", o.regions));

@@ -301,6 +301,11 @@ Json parse_json(std::string_view text, ErrorCode code, const std::string& source
           throw Error(code, fmt::format("{}: is empty; download it again", printable(source)));
         if (const std::string what = foreign_contents(text); !what.empty())
           throw Error(code, fmt::format("{}: {}", printable(source), what));
+        if (error.byte() > text.size()) {
+          throw Error(code, fmt::format("{}: not valid JSON: its {} bytes end in the middle; the "
+                                        "file is cut off, download it again",
+                                        printable(source), text.size()));
+        }
         throw Error(
             code, fmt::format("{}: not valid JSON at byte {} of {}; the file is damaged or is not "
                               "what it claims to be, download it again",

@@ -157,6 +157,9 @@ TEST_F(TuneCommand, RefusesWhatMakesNoSense) {
   expect_refused(tune({"--generator", "zipf"}), {"'zipf'"});
   expect_refused(tune({"--kernel", "layer", "--generator", "repeated"}), {"--generator distinct"});
   expect_refused(tune({"--no-test"}), {"--no-test"});
+  for (const char* folder : {".", "..", "here/"}) {
+    expect_refused(run_switchyard(join(kTune, {"--out", folder})), {"--out", "is a folder"});
+  }
   expect_refused(
       run_switchyard(join({"tune", "--backend", "cpu", "--models", "olmoe", "--tokens", "2,8",
                            "--balancedness", "1", "--no-test", "--out", path("t")},
