@@ -83,7 +83,7 @@ def chosen_dtype(name: str, dtype: Any, may_be: tuple[str, ...], *, optional: bo
     Parameters
     ----------
     may_be : tuple of str
-        Those that it may choose, by their short names.
+        The short names of the dtypes that the argument may choose.
 
     Raises
     ------

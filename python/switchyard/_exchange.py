@@ -582,8 +582,7 @@ class Exchange(Owned):
         """Where the results go, the call, and what must live until it is made."""
         _require_handle(handle)
         if out is None:
-            if _values.flag("accumulate", accumulate):
-                raise InvalidArgument("accumulate is True, but out is None; pass what to add to")
+            _values.refuse_accumulate(accumulate)
             if handle._like is None:
                 raise InvalidArgument("nothing was dispatched with the handle; dispatch with it first")
             out = _arrays.empty(handle._like, "x", (handle.tokens, self.hidden), _TYPES[self._back])

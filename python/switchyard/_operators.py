@@ -593,14 +593,12 @@ def unpermute(
             "[any, H] and [T, K]"
         )
     c_weights, keep_weights = (None, None) if weights is None else _arrays.describe("weights", weights)
-    accumulate = bool(_values.flag("accumulate", accumulate))
     if out is None:
-        if accumulate:
-            raise InvalidArgument("accumulate is True, but out is None; pass what to add to")
+        _values.refuse_accumulate(accumulate)
         out = _arrays.empty(rows, "rows", (c_positions.shape[0], c_rows.shape[1]))
     c_out, keep_out = _arrays.describe("out", out, write=True)
     call = _abi.UnpermuteCall(
-        accumulate=int(accumulate), scale=scale, rows=c_rows, positions=c_positions, out=c_out
+        accumulate=_values.flag("accumulate", accumulate), scale=scale, rows=c_rows, positions=c_positions, out=c_out
     )
     if c_weights is not None:
         call.weights = c_weights

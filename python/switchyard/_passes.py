@@ -571,8 +571,7 @@ class Handle(Reader):
         return result
 
     def _new_out(self, x: Any, x_scale: Any, accumulate: Any) -> Any:
-        if _values.flag("accumulate", accumulate):
-            raise InvalidArgument("accumulate is True, but out is None; pass what to add to")
+        _values.refuse_accumulate(accumulate)
         shape = _arrays.shape("x", x, 2)
         self._require_columns(shape)
         if x_scale is not None:
@@ -602,8 +601,7 @@ class Handle(Reader):
                 self._number,
             )
             return out
-        if _values.flag("accumulate", accumulate):
-            raise InvalidArgument("accumulate is True, but out is None; pass what to add to")
+        _values.refuse_accumulate(accumulate)
         return torch.ops.switchyard.experts(
             x, topk_ids, topk_weights, x_scale, list(self._parameters) if wanted else [], scale,
             max_tokens_per_rank, self._number,

@@ -91,6 +91,12 @@ def flag(name: str, value: Any) -> int:
     refuse(f"{name} is {value!r}; use True or False")
 
 
+def refuse_accumulate(accumulate: Any) -> None:
+    """Raise `InvalidArgument` if a result is to be added to an `out` that is None."""
+    if flag("accumulate", accumulate):
+        refuse("accumulate is True, but out is None; pass what to add to")
+
+
 def text(name: str, value: Any) -> bytes:
     if not isinstance(value, str):
         refuse(f"{name} is {value!r}; use a str")

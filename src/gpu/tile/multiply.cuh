@@ -103,13 +103,7 @@ class Multiplier {
   __device__ __forceinline__ void issue(const Fragments& weights, std::uint32_t tokens, int half,
                                         float (&sums)[N / 2], bool accumulate) const {
     cute::warpgroup_arrive();
-#pragma unroll
-    for (int i = 0; i < kHalfSteps; ++i) {
-      const int step = half * kHalfSteps + i;
-      multiply<C::kNumerics.token.compute, N>(
-          weights[i], swizzled_descriptor(tokens + step * kInstructionBytes / 16), sums,
-          accumulate || step != 0);
-    }
+    multiply_half(weights, tokens, half, sums, accumulate);
     cute::warpgroup_commit_batch();
   }
   // The same for a whole stage.
@@ -117,10 +111,8 @@ class Multiplier {
                                         float (&sums)[N / 2]) const {
     cute::warpgroup_arrive();
 #pragma unroll
-    for (int step = 0; step < kHalves * kHalfSteps; ++step) {
-      multiply<C::kNumerics.token.compute, N>(
-          weights[step / kHalfSteps][step % kHalfSteps],
-          swizzled_descriptor(tokens + step * kInstructionBytes / 16), sums, step != 0);
+    for (int half = 0; half < kHalves; ++half) {
+      multiply_half(weights[half], tokens, half, sums, half != 0);
     }
     cute::warpgroup_commit_batch();
   }
@@ -159,6 +151,18 @@ class Multiplier {
 
  private:
   static constexpr std::uint32_t kOperandBytes = kInstructionRows * kStageRowBytes;
+
+  __device__ __forceinline__ static void multiply_half(const Fragments& weights,
+                                                       std::uint32_t tokens, int half,
+                                                       float (&sums)[N / 2], bool accumulate) {
+#pragma unroll
+    for (int i = 0; i < kHalfSteps; ++i) {
+      const int step = half * kHalfSteps + i;
+      multiply<C::kNumerics.token.compute, N>(
+          weights[i], swizzled_descriptor(tokens + step * kInstructionBytes / 16), sums,
+          accumulate || step != 0);
+    }
+  }
 
   const TilePipeline<C>& pipeline_;
   const Ring<StageLayout<C>> ring_;
