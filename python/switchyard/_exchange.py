@@ -227,8 +227,7 @@ class Exchange(Owned):
         deadline: float = 0.0,
         trace: bool = False,
     ) -> None:
-        if weights not in _WEIGHTS:
-            raise InvalidArgument(f"weights is {weights!r}; use one of {', '.join(_WEIGHTS)}")
+        who = _values.choice("weights", weights, _WEIGHTS)
         if checked_world(world) is None:
             raise InvalidArgument("world is None; pass a switchyard.World, such as World.single()")
         code = _arrays.chosen_dtype("dispatch", dispatch, (*_SUMMED, "f8_e4m3"), optional=False)
@@ -241,7 +240,7 @@ class Exchange(Owned):
             c_layout = _layout("layout", layout)
         spec = _abi.ExchangeSpec(
             hidden=hidden, num_experts=num_experts, top_k=top_k, max_tokens=max_tokens,
-            dispatch=code, combine=back, weights=_WEIGHTS.index(weights),
+            dispatch=code, combine=back, weights=who,
             pre_sum=_values.flag("pre_sum", pre_sum),
             pre_sum_per_host=_values.flag("pre_sum_per_host", pre_sum_per_host),
             large_ids_are_none=_values.flag("large_ids_are_none", large_ids_are_none),

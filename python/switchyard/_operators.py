@@ -29,7 +29,9 @@ def _layout(name: str, layout: Any) -> _abi.RowLayout:
     kind, size = (layout, 0) if isinstance(layout, str) else (None, None)
     if isinstance(layout, (tuple, list)) and len(layout) == 2:
         kind, size = layout
-    if kind not in _LAYOUTS or (kind == "packed") != (size == 0 and not _values.is_flag(size)):
+    # (A size may be anything, an array too, which is refused below.)
+    is_zero = isinstance(size, Integral) and not _values.is_flag(size) and size == 0
+    if not isinstance(kind, str) or kind not in _LAYOUTS or (kind == "packed") != is_zero:
         raise InvalidArgument(
             f"{name} is {layout!r}; use 'packed', ('blocked', rows of a block) or ('padded', rows of "
             "an expert)"
@@ -190,8 +192,7 @@ class GroupedGemm(Reader):
         schedule: GroupedSchedule | None = None,
         table: str | os.PathLike[str] | None = None,
     ) -> None:
-        if order not in ORDERS:
-            raise InvalidArgument(f"order is {order!r}; use one of {', '.join(ORDERS)}")
+        order_code = _values.choice("order", order, ORDERS)
         if activation is not None:
             require_activation(activation)
         if order != "gate_up" and (activation is None or not activation.gated):
@@ -211,7 +212,7 @@ class GroupedGemm(Reader):
             if weight.ndim != 3:
                 raise ShapeMismatch(f"w is {_arrays.shape_of(weight)}; it needs 3 dimensions")
             weight = _arrays.transpose(weight) if transposed else weight
-        spec = _abi.GroupedGemmSpec(order=ORDERS.index(order))
+        spec = _abi.GroupedGemmSpec(order=order_code)
         if activation is not None:
             spec.has_epilogue = 1
             spec.epilogue = activation._to_c()

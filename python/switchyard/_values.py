@@ -7,6 +7,7 @@ import ctypes
 import operator
 import os
 import struct
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from .errors import InvalidArgument
@@ -108,6 +109,13 @@ def text(name: str, value: Any) -> bytes:
     except UnicodeEncodeError:
         # Its value may be a secret.
         refuse(f"the {name} has half of a surrogate pair; use printable characters")
+
+
+def choice(name: str, value: Any, choices: Sequence[str]) -> int:
+    """The index of one of some words. (An array would compare its elements.)"""
+    if not isinstance(value, str) or value not in choices:
+        refuse(f"{name} is {value!r}; use one of {', '.join(choices)}")
+    return choices.index(value)
 
 
 def path(name: str, value: Any) -> bytes:

@@ -34,8 +34,7 @@ def weights_of(
 ) -> tuple[_abi.LayerWeights, tuple[int, int, int], Kept]:
     """Descriptors of gate, up and down; (n, I, H); and what must be kept."""
     require_activation(activation)
-    if order not in ORDERS:
-        raise InvalidArgument(f"order is {order!r}; use one of {', '.join(ORDERS)}")
+    _values.choice("order", order, ORDERS)
     if order != "gate_up" and not activation.gated:
         raise InvalidArgument(f"order is {order!r}, but {activation} has no gate; leave it out")
     if block is not None and w13_scale is None and w2_scale is None:

@@ -175,12 +175,6 @@ class Outcome:
         return self.chosen_us / self.exhaustive_us - 1
 
 
-def _index(name: str, value: Any, all_values: Sequence[str]) -> int:
-    if value not in all_values:
-        raise InvalidArgument(f"{name} is {value!r}; use one of {', '.join(all_values)}")
-    return all_values.index(value)
-
-
 def _array(name: str, kind: Any, values: Sequence[Any] | None) -> tuple[Any, int]:
     """An array and its length. None: null, which stands for the default."""
     if values is None:
@@ -242,7 +236,7 @@ def draw_counts(
     counts = (ctypes.c_int64 * _values.integer("num_experts", num_experts, 1, 1 << 20))()
     check(
         library.sy_draw_counts(
-            _index("generator", generator, _GENERATORS), tokens, num_experts, top_k, beta, seed, counts
+            _values.choice("generator", generator, _GENERATORS), tokens, num_experts, top_k, beta, seed, counts
         )
     )
     return list(counts)[:num_experts]
@@ -406,7 +400,7 @@ def profile(
     calls = _Calls(kernel, known, time, progress)
     struct, keep = _kernel(kernel)
     plan = _plan(known, keep, tokens=tokens, betas=betas, test_tokens=test_tokens, test_betas=test_betas)
-    plan.generator, plan.seed = _index("generator", generator, _GENERATORS), seed
+    plan.generator, plan.seed = _values.choice("generator", generator, _GENERATORS), seed
     if recordings is not None:
         if most_recorded < 1:
             raise InvalidArgument(f"most_recorded is {most_recorded}; use 1 or more")
@@ -439,7 +433,7 @@ def fit(profile: Path, file: Path, *, form: Form = "experts", relative: bool = T
     """
     check(
         library.sy_tune_fit(
-            _values.path("profile", profile), _index("form", form, _FORMS),
+            _values.path("profile", profile), _values.choice("form", form, _FORMS),
             _values.flag("relative", relative), _values.path("file", file),
         )
     )
@@ -450,7 +444,7 @@ def evaluate(profile: Path, *, form: Form = "experts", relative: bool = True) ->
     configuration, of the cost model's choice, of the best at balanced routing, and of the rule."""
     arguments = (
         _values.path("profile", profile),
-        _index("form", form, _FORMS),
+        _values.choice("form", form, _FORMS),
         _values.flag("relative", relative),
     )
     return [Outcome(**row) for row in read_json(library.sy_tune_evaluate, *arguments)]

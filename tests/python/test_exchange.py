@@ -277,7 +277,10 @@ def test_refusals():
     for options, text in [
         ({"hidden": 0}, "hidden is 0"),
         ({"layout": "blocked"}, "layout is 'blocked'"),
+        ({"layout": ("blocked", torch.ones(2))}, "layout is tensor"),
+        ({"layout": (torch.ones(2), 4)}, "layout is .tensor"),
         ({"weights": "both"}, "weights is 'both'"),
+        ({"weights": torch.ones(2)}, "weights is tensor"),
         ({"pre_sum": True}, "pre_sum"),
         ({"device": "tpu"}, "device is 'tpu'"),
         ({"placement": [0, 1]}, "no place for expert 2"),

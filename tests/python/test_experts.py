@@ -393,6 +393,7 @@ def test_function_sees_changed_biases(batch):
         (dict(top_k=E + 1), (switchyard.InvalidArgument, ValueError), "top_k"),
         (dict(max_tokens=0), (switchyard.InvalidArgument, ValueError), "max_tokens is 0"),
         (dict(order="down_up"), (switchyard.InvalidArgument, ValueError), "down_up"),
+        (dict(order=torch.ones(2)), (switchyard.InvalidArgument, ValueError), "order is tensor"),
         (dict(numerics=Numerics(compute="f8_e4m3")), (switchyard.InvalidArgument, ValueError), "f8_e4m3"),
         (dict(numerics=5), (switchyard.InvalidArgument, ValueError), "numerics is 5; pass a switchyard.Numerics"),
         (dict(w13_bias=torch.zeros(E, 2 * I)), (switchyard.MissingTensor,), "w2_bias"),

@@ -392,6 +392,8 @@ def test_refusals(problem):
         gemm(x, ENDS, index=torch.full((TOTAL,), 99).int().index_fill_(0, torch.arange(2), 0))
     with pytest.raises(switchyard.InvalidArgument, match="order"):
         GroupedGemm(w, order="gate")
+    with pytest.raises(switchyard.InvalidArgument, match="order is tensor"):
+        GroupedGemm(w, order=torch.ones(2))
     with pytest.raises(switchyard.ShapeMismatch, match="3 dimensions"):
         GroupedGemm(w[0])
     with pytest.raises(switchyard.InvalidArgument, match="even"):
