@@ -59,9 +59,10 @@ TEST_P(FourBitsOnRanks, TheSameBitsHoweverMany) {
 // Where ranks promise how many tokens they have, passes of few rows per expert run the kernels for
 // low ones, on GPUs of their own: with 11 rows per expert and more (a promise of 132 tokens) that
 // of tiles up to 32. The bits are those of other kernels, and a rank without tokens runs one.
-TEST_P(FourBitsOnRanks, LowPasses) {
+template <typename Check>
+void expect_low_passes(DType dtype, const LayerOptions& options, Check&& check) {
   const LayerSpec spec = spec_of(608, 352, 96, 4);
-  const MoeWeights w = make_weights(spec, GetParam());
+  const MoeWeights w = make_weights(spec, dtype);
   for (const double beta : {1.0, 0.2}) {
     for (const auto& [first, second] :
          {std::pair{90, 110}, {120, 0}, {3, 120}, {150, 200}, {0, 260}}) {
@@ -73,11 +74,18 @@ TEST_P(FourBitsOnRanks, LowPasses) {
                                                                   ForwardOutput&, std::size_t) {
         input.max_tokens_per_rank = most;
       };
-      const BatchResult low = run_on_gpus(spec, w, batch, shares, DType::kBF16, 20, {}, promise);
-      expect_accurate(spec, w, batch, low);
-      EXPECT_TRUE(run_on_gpus(spec, w, batch, shares, DType::kBF16).output == low.output);
+      const BatchResult low =
+          run_on_gpus(spec, w, batch, shares, DType::kBF16, 20, options, promise);
+      check(spec, w, batch, low);
+      EXPECT_TRUE(run_on_gpus(spec, w, batch, shares, DType::kBF16, 2, options).output ==
+                  low.output);
     }
   }
+}
+TEST_P(FourBitsOnRanks, LowPasses) {
+  expect_low_passes(GetParam(), {},
+                    [](const LayerSpec& spec, const MoeWeights& w, const Batch& batch,
+                       const BatchResult& result) { expect_accurate(spec, w, batch, result); });
 }
 
 TEST_P(FourBitsOnRanks, ASharedExpertBesideThem) {
@@ -105,6 +113,13 @@ TEST_P(FourBitsOnRanks, WeightsOnInputBiasesAndClamps) {
 }
 
 using FourBitsInFp8OnRanks = OnGpu<::testing::Test>;
+
+TEST_F(FourBitsInFp8OnRanks, LowPasses) {
+  expect_low_passes(
+      DType::kF4E2M1, {.compute = kFp8},
+      [](const LayerSpec& spec, const MoeWeights& w, const Batch& batch,
+         const BatchResult& result) { expect_accurate_fp8(spec, w, batch, result, 0.8); });
+}
 
 TEST_F(FourBitsInFp8OnRanks, TheSameBitsHoweverMany) {
   for (const int experts : {6, 64}) {

@@ -92,6 +92,11 @@ void expect_accurate_in_fp8(const LayerSpec& spec, const MoeWeights& w, const Ba
   expect_accurate_fp8(spec, w, batch, result, batch.x.rows() <= 30 ? 1.2 : 0.8);
 }
 
+void expect_accurate_in_bf16(const LayerSpec& spec, const MoeWeights& w, const Batch& batch,
+                             const BatchResult& result) {
+  expect_accurate(spec, w, batch, result);
+}
+
 using EveryModelInMxfp4OnGpu = OnGpu<::testing::TestWithParam<ModelEntry>>;
 
 TEST_P(EveryModelInMxfp4OnGpu, IsAsGoodWithTokensInFp8) {
@@ -128,11 +133,11 @@ TEST_F(GpuFourBits, EverySkewTileHeightAndSizeWithTokensInFp8) {
   }
 }
 
-// E4M3 has the codes of a row exactly within 14 octaves of its largest scale. Groups of zeros may
+// E5M2 has the codes of a row exactly within 28 octaves of its largest scale. Groups of zeros may
 // have any scale.
-TEST_F(GpuFourBits, ScalesWithinFourteenOctavesAreExactWithTokensInFp8) {
+TEST_F(GpuFourBits, ScalesWithinTwentyEightOctavesAreExactWithTokensInFp8) {
   const LayerSpec spec = without_shared({.num_experts = 6, .top_k = 2});
-  for (const int octaves : {1, 8, 15}) {
+  for (const int octaves : {1, 8, 15, 21, 29}) {
     SCOPED_TRACE(octaves);
     MoeWeights weights = make_weights(spec, kMxfp4);
     std::deque<std::vector<std::uint8_t>> scales, codes;
@@ -145,7 +150,8 @@ TEST_F(GpuFourBits, ScalesWithinFourteenOctavesAreExactWithTokensInFp8) {
         of.push_back(static_cast<std::uint8_t>(123 - i * 7 % octaves));
       }
       of[2] = 3;
-      std::fill_n(data.begin() + 32, 16, std::uint8_t{0x80});
+      of[3] = 127;
+      std::fill_n(data.begin() + 32, 32, std::uint8_t{0x80});
       m.scale = of.data();
       m.data = data.data();
     });
@@ -158,12 +164,12 @@ TEST_F(GpuFourBits, ScalesWithinFourteenOctavesAreExactWithTokensInFp8) {
   }
   MoeWeights weights = make_weights(spec, kMxfp4);
   std::vector<std::uint8_t> scales(static_cast<std::size_t>(spec.hidden) * 10, 120);
-  scales[17 * 10 + 3] = 120 - 15;
+  scales[17 * 10 + 3] = 120 - 29;
   weights.experts[4].down.scale = scales.data();
   const std::string message = test::error_of(
       ErrorCode::kUnsupported, [&] { DeviceLayer layer(spec, weights, 10, {.compute = kFp8}); });
   EXPECT_THAT(message, HasSubstr("expert 4's down's scale of row 17, group 3"));
-  EXPECT_THAT(message, HasSubstr("within 14 octaves; compute in bf16"));
+  EXPECT_THAT(message, HasSubstr("within 28 octaves; compute in bf16"));
 }
 
 TEST_F(GpuFourBits, ScalesOfEveryKind) {
@@ -214,11 +220,13 @@ TEST_F(GpuFourBits, NonsenseIsRefused) {
 }
 
 // Passes whose routing is given have kernels of their own if their tiles have at most 16 rows: one
-// for small passes, one for others. From 75 tokens on tiles have up to 32, in a third. Skewed
-// routing gives an expert several tiles. The bits are those of other kernels, as far as small
-// passes do not cut K.
+// for small passes (with tokens in bf16), one for others. From 75 tokens on tiles have up to 32, in
+// a third. Skewed routing gives an expert several tiles. The bits are those of other kernels, as
+// far as small passes do not cut K.
 TEST_F(GpuFourBits, LowPassesOfEverySkewAndSize) {
-  for (const DType dtype : {kMxfp4, kInt4}) {
+  for (const auto& [dtype, compute] :
+       {std::pair{kMxfp4, DType::kBF16}, {kInt4, DType::kBF16}, {kMxfp4, kFp8}}) {
+    const auto check = compute == kFp8 ? expect_accurate_in_fp8 : expect_accurate_in_bf16;
     for (const auto& [hidden, intermediate] : kShapes) {
       for (const bool gated : {true, false}) {
         LayerSpec spec{
@@ -226,19 +234,20 @@ TEST_F(GpuFourBits, LowPassesOfEverySkewAndSize) {
         spec.activation.gated = gated;
         const MoeWeights w = make_weights(spec, dtype);
         const auto layer_of = [&](std::optional<int> small, int low) {
-          return DeviceLayer(spec, w, 130,
-                             {.cuda = {.schedule = {.small_tokens = small, .low_rows = low}}});
+          return DeviceLayer(
+              spec, w, 130,
+              {.cuda = {.schedule = {.small_tokens = small, .low_rows = low}}, .compute = compute});
         };
         DeviceLayer by_size = layer_of({}, 64), low = layer_of(0, 64), high = layer_of(0, 0);
         for (const double beta : {1.0, 0.1}) {
           for (const int tokens : {1, 5, 20, 33, 75, 130}) {
-            SCOPED_TRACE(::testing::Message()
-                         << to_string(dtype) << " " << hidden << " x " << intermediate << " gated "
-                         << gated << " beta " << beta << " T " << tokens);
+            SCOPED_TRACE(::testing::Message() << to_string(dtype) << " in " << to_string(compute)
+                                              << " " << hidden << " x " << intermediate << " gated "
+                                              << gated << " beta " << beta << " T " << tokens);
             const Batch batch = routed(spec, tokens, beta);
             const BatchResult result = low.run(batch, DType::kBF16);
-            expect_accurate(spec, w, batch, result);
-            expect_accurate(spec, w, batch, by_size.run(batch, DType::kBF16));
+            check(spec, w, batch, result);
+            check(spec, w, batch, by_size.run(batch, DType::kBF16));
             EXPECT_TRUE(low.run(batch, DType::kBF16).output == result.output) << "repeated";
             EXPECT_TRUE(high.run(batch, DType::kBF16).output == result.output) << "high tiles";
             if (HasFailure()) return;
@@ -253,22 +262,27 @@ TEST_F(GpuFourBits, LowPassesOfEverySkewAndSize) {
 TEST_F(GpuFourBits, LowPassesAmongOthers) {
   const LayerSpec spec = without_shared({.num_experts = 40, .top_k = 4});
   const MoeWeights w = make_weights(spec, kMxfp4);
-  DeviceLayer layer(spec, w, 2000);
-  for (const DType input : {DType::kBF16, DType::kF16, DType::kF32}) {
-    for (const DType output : {DType::kBF16, DType::kF16, DType::kF32}) {
-      for (const int tokens : {2, 110, 2000, 111, 260, 261, 40}) {
-        SCOPED_TRACE(::testing::Message()
-                     << tokens << " tokens, " << to_string(input) << " to " << to_string(output));
-        const Batch batch = routed(spec, tokens, 0.3, input);
-        expect_accurate(spec, w, batch, layer.run(batch, output));
-        if (HasFailure()) return;
+  for (const DType compute : {DType::kBF16, kFp8}) {
+    const auto check = compute == kFp8 ? expect_accurate_in_fp8 : expect_accurate_in_bf16;
+    DeviceLayer layer(spec, w, 2000, {.compute = compute});
+    for (const DType input : {DType::kBF16, DType::kF16, DType::kF32}) {
+      for (const DType output : {DType::kBF16, DType::kF16, DType::kF32}) {
+        for (const int tokens : {2, 110, 2000, 111, 260, 261, 40}) {
+          SCOPED_TRACE(::testing::Message() << to_string(compute) << ", " << tokens << " tokens, "
+                                            << to_string(input) << " to " << to_string(output));
+          const Batch batch = routed(spec, tokens, 0.3, input);
+          check(spec, w, batch, layer.run(batch, output));
+          if (HasFailure()) return;
+        }
       }
     }
   }
 }
 
 TEST_F(GpuFourBits, LowPassesWithBiasesClampsAndWeightsOnInput) {
-  for (const DType dtype : {kMxfp4, kInt4}) {
+  for (const auto& [dtype, compute] :
+       {std::pair{kMxfp4, DType::kBF16}, {kInt4, DType::kBF16}, {kMxfp4, kFp8}}) {
+    const auto check = compute == kFp8 ? expect_accurate_in_fp8 : expect_accurate_in_bf16;
     for (const bool on_input : {true, false}) {
       LayerSpec spec = without_shared({.num_experts = 24, .top_k = 4});
       spec.expert_bias = true;
@@ -277,13 +291,13 @@ TEST_F(GpuFourBits, LowPassesWithBiasesClampsAndWeightsOnInput) {
       spec.activation.limit = 1;
       spec.activation.up_bias = 1;
       const MoeWeights w = make_weights(spec, dtype);
-      DeviceLayer layer(spec, w, 130);
+      DeviceLayer layer(spec, w, 130, {.compute = compute});
       for (const int tokens : {60, 130}) {
         const Batch batch = routed(spec, tokens, 0.6);
-        expect_accurate(spec, w, batch, layer.run(batch, DType::kBF16));
+        check(spec, w, batch, layer.run(batch, DType::kBF16));
         // The same of weights that are bound anew.
         layer.layer().rebind(w);
-        expect_accurate(spec, w, batch, layer.run(batch, DType::kBF16));
+        check(spec, w, batch, layer.run(batch, DType::kBF16));
       }
     }
   }

@@ -456,6 +456,7 @@ unsigned Engine::choose_low_grid() const {
   }
   int blocks = low.blocks_per_sm;
   for (const LayerKernel kernel : {low.small, low.large, low.tall}) {
+    if (kernel == nullptr) continue;
     blocks = std::min(blocks, resident_blocks(kernel, low.shared_bytes));
   }
   return blocks < low.blocks_per_sm ? 0 : static_cast<unsigned>(low.blocks_per_sm) * grid_;
@@ -502,8 +503,9 @@ void Engine::describe_low() {
     params.order = order_of(low_grid_, low);
     layout_->cut_slots(params, rows);
   };
-  describe(low_params_, kernel_.low.storage, kLowRows, kLowParts);
-  describe(tall_low_params_, kernel_.low.tall_storage, kTallLowRows, kTallLowParts);
+  const KernelEntry::Low& low = kernel_.low;
+  describe(low_params_, low.storage, kLowRows, low.parts);
+  describe(tall_low_params_, low.tall_storage, kTallLowRows, low.tall_parts);
 }
 
 std::uint64_t Engine::patience_ns_for(std::int64_t tokens) const {
@@ -621,10 +623,11 @@ void Engine::forward(const ForwardInput& input, const ForwardOutput& output) {
   const bool gives_routing = call.given_ids != nullptr || call.logits != nullptr;
   call.gated = (on_device_.gate.has_router() && !gives_routing) || spec_.shared_sigmoid_gate;
   const DeviceScope scope(device_);
-  const Launch launch =
+  Launch launch =
       choose_launch(options_.cuda.schedule,
                     {x.rows, num_places(), spec_.top_k, world_.size(), policy().small_tokens,
                      policy().small_logits, paired_grid_ >= kPair, low_tokens(input, call)});
+  if (launch == Launch::kSmallLow && kernel_.low.small == nullptr) launch = Launch::kSmall;
   const bool small = launch == Launch::kSmall || launch == Launch::kSmallLow;
   call.paired = launch == Launch::kPaired ? 1 : 0;
   const bool overlaps = x.rows > 1 && x.row_stride < spec_.hidden;

@@ -297,7 +297,7 @@ void WeightLayout::require_good_scales() const {
   if (bad.code <= kMostMxScale) {
     throw Error(
         ErrorCode::kUnsupported,
-        fmt::format("{} is 2^{}, too small beside the row's largest: E4M3 has both exactly only "
+        fmt::format("{} is 2^{}, too small beside the row's largest: E5M2 has both exactly only "
                     "within {} octaves; compute in bf16",
                     place, power, kCodeSteps - 1));
   }

@@ -24,8 +24,8 @@
 //   4 to 11   math       two warpgroups: matrix instructions over the ring, the epilogue, and
 //                        combine tasks
 // Small passes have a kernel of their own: SmallPass of a policy. Passes of four-bit weights whose
-// tiles are all low have three more, LowPass, TallLowPass and SmallLowPass, of two blocks on a
-// multiprocessor.
+// tiles are all low have two more, LowPass and TallLowPass, of two blocks on a multiprocessor, and
+// with tokens in bf16 SmallLowPass.
 //
 // Large passes are launched in pairs of blocks. A pair does each task together, with twice the
 // weight rows: the first block's scheduler takes the ticket for both, each block loads its own
@@ -63,9 +63,9 @@
 //   gemm1_done[t]  1 per block of weight rows, from its scheduler (small       tokens (GEMM2); pack
 //                  passes: 2, from its math warpgroups): h of tile t is        to reuse t's slot
 //                  written
-//   parts_stored   small passes in FP8: 1 per part of a group of columns of    nobody: the last one
-//                  h that is written in bf16; gemm1_done then counts whole     quantizes the group
-//                  groups
+//   parts_stored   small passes in FP8, and weights of four bits times FP8:    nobody: the last one
+//                  1 per part of a group of columns of h that is written in    quantizes the group
+//                  bf16; gemm1_done then counts whole groups
 //   gemm2_done[t]  counted as gemm1_done: cells of tile t are written          combine; tokens and
 //                                                                              pack, to reuse t's h
 //   sent[e]        8 per row of another rank's expert: the row is sent         the last sender
@@ -258,8 +258,9 @@ __global__ void __launch_bounds__(kThreads, P::kBlocksPerSM)
     for (int e = threadIdx.x; e < layer.num_experts; e += kThreads) routed[e] = 0;
   }
   if constexpr (kMakesCodes<P>) {
-    if (threadIdx.x <= kCodeSteps)
-      block.quantized.notes.tables[threadIdx.x] = kCodeTables[threadIdx.x];
+    if (threadIdx.x < kCodeTables) {
+      block.quantized.notes.tables[threadIdx.x] = kTablesOfSteps.of_step[threadIdx.x];
+    }
   }
   await_kernel_before();
   if (threadIdx.x == kThreads - 1) begin_life(pass);  // it has nothing else to do
@@ -310,15 +311,23 @@ KernelEntry::Low low_entry() {
   if constexpr (kHasLowPass<Large>) {
     using Low = LowPass<Large>;
     using TallLow = TallLowPass<Large>;
-    using SmallLow = SmallLowPass<Large>;
-    return {layer_kernel<SmallLow, kSilu, kGated>,
-            layer_kernel<Low, kSilu, kGated>,
-            layer_kernel<TallLow, kSilu, kGated>,
-            Low::kBlocksPerSM,
-            static_cast<std::uint32_t>(
-                std::max({kSharedBytes<SmallLow>, kSharedBytes<Low>, kSharedBytes<TallLow>})),
-            usual_storage<Low>(),
-            usual_storage<TallLow>()};
+    KernelEntry::Low entry{
+        nullptr,
+        layer_kernel<Low, kSilu, kGated>,
+        layer_kernel<TallLow, kSilu, kGated>,
+        Low::kBlocksPerSM,
+        static_cast<int>(kStageParts<Low>),
+        static_cast<int>(kStageParts<TallLow>),
+        static_cast<std::uint32_t>(std::max(kSharedBytes<Low>, kSharedBytes<TallLow>)),
+        usual_storage<Low>(),
+        usual_storage<TallLow>()};
+    if constexpr (kHasSmallLowPass<Large>) {
+      using SmallLow = SmallLowPass<Large>;
+      entry.small = layer_kernel<SmallLow, kSilu, kGated>;
+      entry.shared_bytes =
+          std::max(entry.shared_bytes, static_cast<std::uint32_t>(kSharedBytes<SmallLow>));
+    }
+    return entry;
   } else {
     return {};
   }

@@ -7,6 +7,7 @@
 
 #include "gpu/route/params.h"
 #include "gpu/schedule/params.h"
+#include "gpu/tile/params.h"
 #include "gpu/tile/policies.h"
 #include "switchyard/schedule.h"
 
@@ -110,37 +111,44 @@ struct SmallPass : SmallChoices<P> {
 };
 
 // The policy of passes whose tiles are all low, of weights of four bits. What bounds them is how
-// fast warps turn codes into operands. The warp's matrix instruction needs few registers, so two
-// blocks share a multiprocessor, and twice as many warps hide each other's waits. A gate has no
-// room in so few registers.
-template <typename P, int kRows = kLowRows, std::uint32_t kParts = kLowParts>
+// fast warps turn codes into operands. Low tiles need few registers, so two blocks share a
+// multiprocessor, and twice as many warps hide each other's waits. A gate has no room in so few
+// registers. Weights that become E5M2 (makes_codes()) go to the warpgroup's instruction, which
+// wants more registers; stages then have one part, which is as deep as two of bf16.
+template <typename P, int kRows = kLowRows, std::uint32_t kParts = kMakesCodes<P> ? 1 : kLowParts>
 struct LowPass : P {
   static constexpr int kBlocksPerSM = 2;
-  static constexpr std::uint32_t kRingBytes = 84 * 1024;
+  static constexpr std::uint32_t kRingBytes = (kMakesCodes<P> ? 77 : 84) * 1024;
   static constexpr TileConfig kTile =
       single_block_tile({kRows, kLowRows, kLowRows}, kUsualStages, 0);
   static constexpr int kSlotRows = kRows;
   static constexpr std::uint32_t kStageParts = kParts, kStagesTogether = 1,
-                                 kStagesAhead = 12 / kParts;
+                                 kStagesAhead = kMakesCodes<P> ? 6 : 12 / kParts;
+  static constexpr std::uint32_t kCopyVectors = kMakesCodes<P> ? 2 : P::kCopyVectors;
+  static constexpr TokenBoxes kSlotBoxes = kLowTokenBoxes;
   static constexpr bool kGivenRouting = true;
   static constexpr GateLoads kGate = GateLoads::kCaches;
   static constexpr bool kLendsRing = false;
   static constexpr std::uint32_t kCombinesAtOnce = 3;
-  static constexpr RoleRegisters kRegisters{.loading = launch_registers(kBlocksPerSM),
-                                            .math = launch_registers(kBlocksPerSM)};
+  static constexpr int kMoved = kMakesCodes<P> ? 8 : 0;  // registers, from loading warps
+  static constexpr RoleRegisters kRegisters{.loading = launch_registers(kBlocksPerSM) - 2 * kMoved,
+                                            .math = launch_registers(kBlocksPerSM) + kMoved};
 };
 // The same with tiles of up to twice as many tokens.
 template <typename P>
-using TallLowPass = LowPass<P, kTallLowRows, kTallLowParts>;
+using TallLowPass = LowPass<P, kTallLowRows, kMakesCodes<P> ? 1 : kTallLowParts>;
 template <typename P>
 struct SmallLowPass : SmallChoices<LowPass<P>> {
   static constexpr std::uint32_t kStagesTogether = 1, kStagesAhead = 1;
   static constexpr TileConfig kTile =
       single_block_tile({kLowRows, kLowRows, kLowRows}, kUsualStages, kMaxLog2Splits);
 };
-// True for the policies of large passes that have a policy of low ones beside them.
+// True for the policies of large passes that have a policy of low ones beside them, and of small
+// low ones.
 template <typename P>
-inline constexpr bool kHasLowPass = kHoldsOperands<P> && !P::kTraced;
+inline constexpr bool kHasLowPass = kFourBit<P> && !P::kTraced;
+template <typename P>
+inline constexpr bool kHasSmallLowPass = kHasLowPass<P> && !kMakesCodes<P>;
 
 // The conditions on a policy, each with the problem if it does not hold.
 template <typename P>
@@ -171,6 +179,8 @@ template struct ValidPolicy<TallLowPass<MXFP4Policy>>;
 template struct ValidPolicy<SmallLowPass<MXFP4Policy>>;
 template struct ValidPolicy<MXFP4FP8Policy>;
 template struct ValidPolicy<SmallPass<MXFP4FP8Policy>>;
+template struct ValidPolicy<LowPass<MXFP4FP8Policy>>;
+template struct ValidPolicy<TallLowPass<MXFP4FP8Policy>>;
 template struct ValidPolicy<INT4Policy>;
 template struct ValidPolicy<SmallPass<INT4Policy>>;
 template struct ValidPolicy<LowPass<INT4Policy>>;

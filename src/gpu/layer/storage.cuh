@@ -66,10 +66,11 @@ inline constexpr std::size_t kSharedBytes = sizeof(BlockStorage<P>);
 // (The system takes 1 KB of shared memory for each block.)
 template <typename... P>
 constexpr bool fit = ((kSharedBytes<P> + 1024 <= std::size_t{228} * 1024 / P::kBlocksPerSM) && ...);
-static_assert(fit<BF16Policy, SmallPass<BF16Policy>, FP8Policy, SmallPass<FP8Policy>,
-                  MXFP4FP8Policy, SmallPass<MXFP4FP8Policy>, LowPass<MXFP4Policy>,
-                  TallLowPass<MXFP4Policy>, SmallLowPass<MXFP4Policy>>,
-              "the block's shared memory is full");
+static_assert(
+    fit<BF16Policy, SmallPass<BF16Policy>, FP8Policy, SmallPass<FP8Policy>, MXFP4FP8Policy,
+        SmallPass<MXFP4FP8Policy>, LowPass<MXFP4FP8Policy>, TallLowPass<MXFP4FP8Policy>,
+        LowPass<MXFP4Policy>, TallLowPass<MXFP4Policy>, SmallLowPass<MXFP4Policy>>,
+    "the block's shared memory is full");
 
 // The storage of large passes of layers with up to kUsualExperts places.
 template <typename P>

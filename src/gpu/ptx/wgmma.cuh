@@ -1,6 +1,6 @@
 // The warpgroup matrix instruction: D[64, N] += A[64, k] B[N, k]^T for 32 bytes of k, operands in
 // shared memory in rows of 128 bytes with the 128-byte swizzle, D in registers. A may be in
-// registers, too: in bf16, and of few tokens in E4M3.
+// registers, too: in bf16, and in E5M2 where B is in E4M3.
 #pragma once
 
 #define CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED
@@ -67,7 +67,7 @@ SWITCHYARD_REGISTER_INSTRUCTIONS(256);
 #define SWITCHYARD_REGISTER_INSTRUCTIONS(n)     \
   template <>                                   \
   struct RegisterInstruction<DType::kF8E4M3, n> \
-      : cute::SM90::GMMA::MMA_64x##n##x32_F32E4M3E4M3_RS_TN<> {}
+      : cute::SM90::GMMA::MMA_64x##n##x32_F32E5M2E4M3_RS_TN<> {}
 SWITCHYARD_REGISTER_INSTRUCTIONS(16);
 SWITCHYARD_REGISTER_INSTRUCTIONS(32);
 SWITCHYARD_REGISTER_INSTRUCTIONS(64);

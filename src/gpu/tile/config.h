@@ -61,7 +61,7 @@ struct Numerics {
   }
   constexpr bool scaled() const { return token.scale_group != 0; }
   constexpr bool four_bit() const { return is_four_bit(weight.storage); }
-  // Weights of four bits become E4M3 on their way to the matrix instruction.
+  // Weights of four bits become E5M2 on their way to the matrix instruction.
   constexpr bool makes_codes() const { return four_bit() && scaled(); }
   constexpr int weight_bytes() const { return weight.element_bytes(); }
   constexpr int weight_bits() const { return four_bit() ? 4 : 8 * weight_bytes(); }
@@ -164,6 +164,13 @@ inline constexpr bool kMakesCodes = C::kNumerics.makes_codes();
 template <typename C>
 inline constexpr bool kLendsRing = requires {
   requires C::kLendsRing;
+};
+
+// True if several blocks share a multiprocessor. Threads have few registers then.
+template <typename C>
+inline constexpr bool kFewRegisters = requires {
+  requires C::kBlocksPerSM >
+  1;
 };
 
 // True if operands of four-bit weights stay in registers from one tile to the next.

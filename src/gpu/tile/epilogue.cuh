@@ -32,7 +32,7 @@ struct ScaleNotes {
 template <>
 struct ScaleNotes<true> {
   // See code_table(). The last byte of their address is 0.
-  alignas(256) std::uint64_t tables[kCodeSteps + 1];
+  alignas(256) std::uint64_t tables[kCodeTables];
 };
 template <typename C, bool = kScaled<C>>
 struct ScaleMemory {};
@@ -51,7 +51,7 @@ struct Epilogue {
   std::byte (*staging)[kStagingBytes<C>];
   std::uint64_t (*rows)[kMaxHeight<C>];
   float (*most)[kInstructionRows];
-  const std::uint64_t* tables = nullptr;  // where weights become E4M3
+  const std::uint64_t* tables = nullptr;  // where weights become E5M2
 
   // A row's note holds one of three things in succession: first its slot; then, for the first GEMM
   // of a layer that weights the input, its weight; for the second GEMM the address of its output.

@@ -139,24 +139,27 @@ SWITCHYARD_HOST_DEVICE constexpr std::uint32_t box_scale(std::uint32_t scale) {
   return scale + 126;
 }
 
-// --- MXFP4 as E4M3. A row's weights are multiplied as E4M3 times one power of two, the row's. The
-// scale of a group of columns, relative to that power, moves the exponents of its codes. E4M3 has
-// the eight magnitudes exactly at 15 scales, down into its subnormal numbers.
+// --- MXFP4 as E5M2, for products with E4M3. A row's weights are multiplied as E5M2 times one power
+// of two, the row's. The scale of a group of columns, relative to that power, moves the exponents
+// of its codes. E5M2 has the eight magnitudes exactly at 29 scales, down into its subnormal
+// numbers. (E4M3 has them at 15.)
 
-// The magnitudes 0, 0.5, 1, 1.5, 2, 3, 4, 6 as E4M3, times 2^(step - 8), for steps below
+// The magnitudes 0, 0.5, 1, 1.5, 2, 3, 4, 6 as E5M2, times 2^(step - 15), for steps below
 // kCodeSteps: one byte each, the first the lowest.
-inline constexpr std::uint32_t kCodeSteps = 15;
+inline constexpr std::uint32_t kCodeSteps = 29;
+// Groups of zeros may have any step: kernels take it modulo kCodeTables, and find a zero there.
+inline constexpr std::uint32_t kCodeTables = 32;
 SWITCHYARD_HOST_DEVICE constexpr std::uint64_t code_table(std::uint32_t step) {
   std::uint64_t table = 0;
   if (step >= kCodeSteps) return table;
   for (std::uint32_t magnitude = 0; magnitude < 8; ++magnitude) {
-    // In units of the smallest E4M3, 2^-9.
+    // In units of the smallest E5M2, 2^-16.
     const std::uint32_t halves =
         magnitude < 4 ? magnitude : (2 + magnitude % 2) << (magnitude / 2 - 1);
     const std::uint32_t units = halves << step;
     std::uint32_t power = 0;
     while (units >> power > 1) ++power;
-    const std::uint32_t code = units < 8 ? units : (power - 2) << 3 | (units >> (power - 3) & 7);
+    const std::uint32_t code = units < 4 ? units : (power - 1) << 2 | (units >> (power - 2) & 3);
     table |= std::uint64_t{code} << (8 * magnitude);
   }
   return table;
@@ -179,15 +182,16 @@ SWITCHYARD_HOST_DEVICE std::uint32_t code_word(std::uint32_t lane, std::uint32_t
   return word;
 }
 
-// A row's power of two is that of its largest scale, `top`, less the highest step: E4M3 reaches to
-// 6 * 2^6. Tops are at least kLeastTop, so that the power is a number of fp32.
+// A row's power of two is that of its largest scale, `top`, less the highest step: E5M2 reaches to
+// 6 * 2^kTopPower. Tops are at least kLeastTop, so that steps are scales, which are not negative.
+inline constexpr std::uint32_t kTopPower = kCodeSteps - 1 - 15;
 inline constexpr std::uint32_t kLeastTop = kCodeSteps - 1;
 SWITCHYARD_HOST_DEVICE constexpr std::uint32_t bits_of_row_power(std::uint32_t top) {
-  return (top - 6) << 23;
+  return (top - kTopPower) << 23;
 }
 // The scale of step 0 in a row. `power`: bits_of_row_power().
 SWITCHYARD_HOST_DEVICE constexpr std::uint32_t least_scale_of(std::uint32_t power) {
-  return (power >> 23) + 6 - (kCodeSteps - 1);
+  return (power >> 23) + kTopPower - (kCodeSteps - 1);
 }
 // A step is a box's byte of a scale less this number.
 SWITCHYARD_HOST_DEVICE constexpr std::uint32_t first_step_of(std::uint32_t power) {

@@ -132,14 +132,17 @@ __device__ __forceinline__ void make_fragments(const BoxWords& words, Fragments&
       });
 }
 
-// --- Fragments in E4M3: of a group of 32 columns, which one instruction takes.
+// --- Fragments in E5M2: of a group of 32 columns, which one instruction takes.
 
-// code_table() of each step, and of one more, which is that of nothing.
-__constant__ const std::uint64_t kCodeTables[kCodeSteps + 1] = {
-    code_table(0),  code_table(1),  code_table(2),  code_table(3),
-    code_table(4),  code_table(5),  code_table(6),  code_table(7),
-    code_table(8),  code_table(9),  code_table(10), code_table(11),
-    code_table(12), code_table(13), code_table(14), 0};
+// code_table() of each step.
+struct CodeTables {
+  std::uint64_t of_step[kCodeTables];
+
+  constexpr CodeTables() : of_step{} {
+    for (std::uint32_t step = 0; step < kCodeTables; ++step) of_step[step] = code_table(step);
+  }
+};
+__constant__ const CodeTables kTablesOfSteps;
 
 // Where the tables of code_table() are in shared memory, and first_step_of() of the thread's two
 // rows, in all bytes that stand for them in a box's scales.
@@ -161,7 +164,7 @@ __device__ __forceinline__ void make_code_fragments(const BoxWords& words, const
   const std::uint32_t codes[] = {words.codes.x, words.codes.y, words.codes.z, words.codes.w};
   // In each byte the offset of a table, which takes the place of the last byte of the tables'
   // address.
-  const std::uint32_t offsets = (words.scales.x - steps.first) << 3 & 0x78787878u;
+  const std::uint32_t offsets = (words.scales.x - steps.first) << 3 & 0xf8f8f8f8u;
 #pragma unroll
   for (int group = 0; group < 2; ++group) {
     uint2 tables[2];

@@ -178,7 +178,13 @@ __device__ __forceinline__ std::uint32_t swizzled_place(std::uint32_t row, std::
 }
 
 template <typename C>
-inline constexpr TokenBoxes kTokenBoxes = kStageParts<C> != 1 ? kLowTokenBoxes : kUsualTokenBoxes;
+inline constexpr TokenBoxes kTokenBoxes = [] {
+  if constexpr (requires { C::kSlotBoxes; }) {
+    return C::kSlotBoxes;
+  } else {
+    return kUsualTokenBoxes;
+  }
+}();
 template <typename C>
 inline constexpr std::uint32_t kUnitBytes = kStageRowBytes* kTokenBoxes<C>.few;
 // The rows of a tile that are loaded, in units of the smaller box.

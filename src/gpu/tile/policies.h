@@ -52,7 +52,7 @@ struct FourBitTiles : BF16Tiles {
 using MXFP4Tiles = FourBitTiles<DType::kF4E2M1>;
 using INT4Tiles = FourBitTiles<DType::kU4>;
 
-// Weights of four bits that become E4M3, times tokens in E4M3 with a scale for each 128 columns.
+// Weights of four bits that become E5M2, times tokens in E4M3 with a scale for each 128 columns.
 // The second sum takes its own accumulators, so tiles have up to 128 tokens.
 struct MXFP4FP8Tiles : PackedTiles {
   static constexpr Numerics kNumerics{{DType::kF4E2M1, DType::kF8E4M3, 32},

@@ -11,7 +11,8 @@ namespace switchyard::gpu {
 // of two blocks share a group where gate and up make it, else those of one block. The last of them
 // makes the codes and scales of the whole group, and tells of all parts. To find out which is the
 // last takes a round trip to the L2 cache. So it is put off until the next tile's products are
-// under way, if those are a first GEMM's, which wait for nothing that depends on it.
+// under way, if those are a first GEMM's, which wait for nothing that depends on it. With few
+// registers there are none to keep it in, and the other block's warps work in the meantime.
 template <bool kGated, typename P>
 class StoredPart {
  public:
@@ -19,40 +20,45 @@ class StoredPart {
   __device__ StoredPart(const Progress<P>& progress, const HiddenSlots<P>& hidden)
       : progress_(progress), hidden_(hidden) {}
 
-  // Counts the part and leaves the rest to finish(). Called when the warpgroup has issued its
-  // stores and has met at a barrier since.
+  // Counts the part, and leaves the rest to finish() or does it. Called when the warpgroup has
+  // issued its stores and has met at a barrier since.
   __device__ void put_off(const TileTask& task) {
     if constexpr (kExists) {
       tile_ = task.tile;
       group_ = task.block / kBlocks;
       rows_ = task.rows;
       shared_ = task.shared != 0;
-      if (reread_thread_index<kWarpgroup>() != 0) return;
-      before_ = fetch_add_released_gpu(progress_.parts_stored(tile_, group_), 1u << shift());
+      if (reread_thread_index<kWarpgroup>() == 0) {
+        before_ = fetch_add_released_gpu(progress_.parts_stored(tile_, group_), 1u << shift());
+      }
+      if constexpr (!kPutsOff) quantize_if_last();
     }
   }
   // Does what was put off, if anything. Called by all of the warpgroup.
   __device__ void finish() {
-    if constexpr (kExists) {
-      if (rows_ == 0) return;
-      const FfnParams& ffn = progress_.experts.ffn(shared_);
-      const std::uint32_t thread = reread_thread_index<kWarpgroup>();
-      const std::uint32_t blocks = progress_.tasks(ffn.gemm1_rows) << progress_.paired;
-      const std::uint32_t parts = kMathGroups * min(kBlocks, blocks - group_ * kBlocks);
-      const bool last = thread == 0 && (before_ >> shift() & 15) + 1 == parts;
-      if (last) fence_gpu();
-      if (named_barrier_any<kWarpgroup>(group_barrier(math_group()), last)) {
-        quantize(static_cast<std::uint32_t>(ffn.intermediate), thread);
-        named_barrier<kWarpgroup>(group_barrier(math_group()));
-        if (thread == 0) add_release_gpu(progress_.gemm1_done(tile_), parts);
-      }
-      rows_ = 0;
+    if constexpr (kPutsOff) {
+      if (rows_ != 0) quantize_if_last();
     }
   }
 
  private:
+  static constexpr bool kPutsOff = kExists && !kFewRegisters<P>;
   static constexpr std::uint32_t kBlocks = kGated ? 2 : 1;  // blocks that make a group
   __device__ std::uint32_t shift() const { return 4 * (group_ % PassWords::kGroupsOfWord); }
+  __device__ void quantize_if_last() {
+    const FfnParams& ffn = progress_.experts.ffn(shared_);
+    const std::uint32_t thread = reread_thread_index<kWarpgroup>();
+    const std::uint32_t blocks = progress_.tasks(ffn.gemm1_rows) << progress_.paired;
+    const std::uint32_t parts = kMathGroups * min(kBlocks, blocks - group_ * kBlocks);
+    const bool last = thread == 0 && (before_ >> shift() & 15) + 1 == parts;
+    if (last) fence_gpu();
+    if (named_barrier_any<kWarpgroup>(group_barrier(math_group()), last)) {
+      quantize(static_cast<std::uint32_t>(ffn.intermediate), thread);
+      named_barrier<kWarpgroup>(group_barrier(math_group()));
+      if (thread == 0) add_release_gpu(progress_.gemm1_done(tile_), parts);
+    }
+    rows_ = 0;
+  }
   __device__ void quantize(std::uint32_t intermediate, std::uint32_t thread) const {
     constexpr std::uint32_t kRows = kWarpgroup / kGroupLanes;
     constexpr auto kSlotRows = static_cast<std::uint32_t>(P::kSlotRows);

@@ -358,7 +358,7 @@ __device__ __forceinline__ OwnSlot own_slot(const Packing<P>& packing, std::uint
 // begun to stream queues behind them. Returns how many rows this warp has packed.
 template <typename P>
 __device__ __forceinline__ std::uint32_t pack_own_tokens(const Packing<P>& packing) {
-  constexpr std::uint32_t kVectors = 8, kStep = 16 * 32;
+  constexpr std::uint32_t kVectors = kScaled<P> && kFewRegisters<P> ? 4 : 8, kStep = 16 * 32;
   const std::uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32 - kWarpgroup / 32;
   const auto row_bytes =
       static_cast<std::uint32_t>(packing.exchange.shape.hidden * P::kNumerics.token_bytes());
