@@ -168,10 +168,13 @@ inline constexpr bool kLendsRing = requires {
 
 // True if several blocks share a multiprocessor. Threads have few registers then.
 template <typename C>
-inline constexpr bool kFewRegisters = requires {
-  requires C::kBlocksPerSM >
-  1;
-};
+inline constexpr bool kFewRegisters = [] {
+  if constexpr (requires { C::kBlocksPerSM; }) {
+    return C::kBlocksPerSM > 1;
+  } else {
+    return false;
+  }
+}();
 
 // True if operands of four-bit weights stay in registers from one tile to the next.
 template <typename C>

@@ -183,7 +183,7 @@ SWITCHYARD_HOST_DEVICE std::uint32_t code_word(std::uint32_t lane, std::uint32_t
 }
 
 // A row's power of two is that of its largest scale, `top`, less the highest step: E5M2 reaches to
-// 6 * 2^kTopPower. Tops are at least kLeastTop, so that steps are scales, which are not negative.
+// 6 * 2^kTopPower. Tops are at least kLeastTop, because the scale of step 0 is not negative.
 inline constexpr std::uint32_t kTopPower = kCodeSteps - 1 - 15;
 inline constexpr std::uint32_t kLeastTop = kCodeSteps - 1;
 SWITCHYARD_HOST_DEVICE constexpr std::uint32_t bits_of_row_power(std::uint32_t top) {
