@@ -13,7 +13,7 @@ from typing import Any, Literal
 from . import _abi, _arrays
 from ._activation import count_words, is_flag, is_real, is_whole
 from ._library import check, library
-from ._values import MOST_COUNT, count_text
+from ._values import MOST_COUNT, choice, count_text
 from .errors import DTypeMismatch, InvalidArgument, ShapeMismatch
 
 _SCORES = ("softmax", "sigmoid", "sqrt_softplus")
@@ -67,9 +67,7 @@ class Routing:
 
     def __post_init__(self) -> None:
         for name, known in (("method", _METHODS), ("score", _SCORES), ("group_score", _GROUP_SCORES)):
-            value = getattr(self, name)
-            if not isinstance(value, str) or value not in known:
-                raise InvalidArgument(f"{name} is {value!r}; use one of {', '.join(known)}")
+            choice(name, getattr(self, name), known)
         for name in ("top_k_before_score", "renormalize"):
             if not is_flag(getattr(self, name)):
                 raise InvalidArgument(f"{name} is {getattr(self, name)!r}; pass True or False")

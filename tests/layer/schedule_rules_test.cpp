@@ -67,6 +67,8 @@ TEST(ChooseLaunch, LowPassesHaveFewRowsOfEachExpert) {
   few_experts.low_tokens = 32;
   EXPECT_EQ(choose_launch({}, few_experts), Launch::kSmall);
   EXPECT_EQ(choose_launch({.low_rows = 16}, few_experts), Launch::kSmallLow);
+  few_experts.small_low = false;
+  EXPECT_EQ(choose_launch({.low_rows = 16}, few_experts), Launch::kSmall);
 }
 
 TEST(Splits, GiveEveryBlockATaskAndAreNotTooLong) {

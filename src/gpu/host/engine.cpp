@@ -623,11 +623,10 @@ void Engine::forward(const ForwardInput& input, const ForwardOutput& output) {
   const bool gives_routing = call.given_ids != nullptr || call.logits != nullptr;
   call.gated = (on_device_.gate.has_router() && !gives_routing) || spec_.shared_sigmoid_gate;
   const DeviceScope scope(device_);
-  Launch launch =
-      choose_launch(options_.cuda.schedule,
-                    {x.rows, num_places(), spec_.top_k, world_.size(), policy().small_tokens,
-                     policy().small_logits, paired_grid_ >= kPair, low_tokens(input, call)});
-  if (launch == Launch::kSmallLow && kernel_.low.small == nullptr) launch = Launch::kSmall;
+  const Launch launch = choose_launch(
+      options_.cuda.schedule, {x.rows, num_places(), spec_.top_k, world_.size(),
+                               policy().small_tokens, policy().small_logits, paired_grid_ >= kPair,
+                               low_tokens(input, call), kernel_.low.small != nullptr});
   const bool small = launch == Launch::kSmall || launch == Launch::kSmallLow;
   call.paired = launch == Launch::kPaired ? 1 : 0;
   const bool overlaps = x.rows > 1 && x.row_stride < spec_.hidden;

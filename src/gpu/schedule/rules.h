@@ -34,6 +34,7 @@ struct LaunchFacts {
   // The most tokens of any rank: over ranks what all have promised. Empty: the kernels for low
   // passes do not take the call.
   std::optional<std::int64_t> low_tokens;
+  bool small_low = true;  // there is a kernel for small low passes
 };
 
 // Two blocks that share the tokens of a tile read a third less from the L2 cache. Below about so
@@ -65,7 +66,7 @@ constexpr Launch choose_launch(const Schedule& asked, const LaunchFacts& facts) 
     const std::int64_t rows = *facts.low_tokens * facts.num_ranks * facts.top_k;
     const bool low = rows <= std::int64_t{kLowRowsPerExpert} * facts.num_experts;
     if (rows <= most_low_rows(asked, facts.num_experts)) {
-      if (small && (low || asked.low_rows)) return Launch::kSmallLow;
+      if (small && facts.small_low && (low || asked.low_rows)) return Launch::kSmallLow;
       if (!small) return low ? Launch::kLow : Launch::kTallLow;
     }
   }

@@ -26,10 +26,7 @@ __device__ __forceinline__ void gemm_tile(const TilePipeline<C>& pipeline, const
     sink.template finish<kTaskBoxes>(acc);
   } else {
     float acc[N / 2];
-    if constexpr (kMakesCodes<C> && kFewRegisters<C>) {
-      multiply_low_as_codes<N>(pipeline, k_blocks, place, math_group(), sink.code_steps(meets),
-                               started, acc);
-    } else if constexpr (kMakesCodes<C>) {
+    if constexpr (kMakesCodes<C>) {
       multiply_as_codes<N>(pipeline, k_blocks, place, math_group(), sink.code_steps(meets), started,
                            acc);
     } else if constexpr (kStageParts<C> != 1) {

@@ -508,20 +508,12 @@ __device__ __forceinline__ void multiply_parts(const TilePipeline<C>& pipeline,
   place.advance(kStages);
 }
 
-// Adds a thread's products of eight tokens, of which it has two, times the tokens' scales.
-__device__ __forceinline__ void add_scaled(float* acc, const float* products,
-                                           const float2& scales) {
-  acc[0] += products[0] * scales.x;
-  acc[1] += products[1] * scales.y;
-  acc[2] += products[2] * scales.x;
-  acc[3] += products[3] * scales.y;
-}
-
 // The K loop of a weight-major tile with weights of four bits that become E5M2, two boxes in a
-// stage. The operands of a stage are made while the products of the stage before are under way, so
-// there are two sets of them. The matrix unit sums the products of a stage, with few bits, and they
-// are then summed in fp32 with the scales of the stage's tokens. The powers of the rows wait for
-// the tile's end.
+// stage. The matrix unit sums the products of a stage, with few bits, and they are then summed in
+// fp32 with the scales of the stage's tokens. The powers of the rows wait for the tile's end. The
+// operands of a stage are made while the products of the stage before are under way, so there are
+// two sets of them; with few registers there is one, and the warps of another block work while
+// these wait.
 template <int N, typename C, typename Started>
 __device__ __forceinline__ void multiply_as_codes(const TilePipeline<C>& pipeline,
                                                   std::uint32_t k_blocks, RingPlace& place,
@@ -532,7 +524,6 @@ __device__ __forceinline__ void multiply_as_codes(const TilePipeline<C>& pipelin
   Multiplier<N, Share::kWeightRows, C> stage(pipeline, place, group);
   const BoxPlaces<kType> places(group);
   using Operands = Fragments[kHalves];
-  Operands even, odd;
   float part[N / 2];
 #pragma unroll
   for (float& sum : acc) sum = 0;
@@ -542,25 +533,9 @@ __device__ __forceinline__ void multiply_as_codes(const TilePipeline<C>& pipelin
 #pragma unroll
     for (int half = 0; half < kHalves; ++half) make_code_fragments(words[half], steps, to[half]);
   };
-  stage.await_stage(stage.ready());
-  started();
-  make(even);
-  std::uint32_t tokens = stage.token_operand();
   std::uint32_t left = k_blocks, scales = 0;
-  // Begins to multiply the stage at `place`, and makes the operands of the next. Returns true if
-  // there is no next one: it then makes operands of no stage.
-  const auto begin = [&](const Operands& weights, Operands& next) {
-    const std::uint32_t current = place.stage;
-    stage.advance();
-    const bool last = --left == 0;
-    const bool ready = last || stage.ready();
-    stage.issue(weights, tokens, part);
-    stage.put_off_release(current);
-    stage.await_stage(ready);
-    make(next);
-    tokens = stage.token_operand();
-    scales = stage.ring().token_scales(current) + 8 * reread_thread_index<4>();
-    return last;
+  const auto scales_of = [&](std::uint32_t of) {
+    return stage.ring().token_scales(of) + 8 * reread_thread_index<4>();
   };
   const auto sum = [&] {
     // Loads of the first scales are under way during the wait.
@@ -571,59 +546,59 @@ __device__ __forceinline__ void multiply_as_codes(const TilePipeline<C>& pipelin
     stage.await_products(part);
 #pragma unroll
     for (int n = 0; n < N / 8; ++n) {
-      add_scaled(acc + 4 * n, part + 4 * n,
-                 n < kAhead ? ahead[n] : load_shared_floats(scales + 32 * n));
+      const float2 of_tokens = n < kAhead ? ahead[n] : load_shared_floats(scales + 32 * n);
+      acc[4 * n] += part[4 * n] * of_tokens.x;
+      acc[4 * n + 1] += part[4 * n + 1] * of_tokens.y;
+      acc[4 * n + 2] += part[4 * n + 2] * of_tokens.x;
+      acc[4 * n + 3] += part[4 * n + 3] * of_tokens.y;
     }
   };
-  // The branches keep the compiler from making operands behind the wait for the products.
-  SWITCHYARD_ROLLED
-  for (;;) {
-    if (begin(even, odd)) break;
-    sum();
-    if (begin(odd, even)) break;
-    sum();
-  }
-  sum();
-  stage.release_last();
-}
-
-// The same for low tiles, in few registers: the warps of another block work while these wait.
-template <int N, typename C, typename Started>
-__device__ __forceinline__ void multiply_low_as_codes(const TilePipeline<C>& pipeline,
-                                                      std::uint32_t k_blocks, RingPlace& place,
-                                                      std::uint32_t group, const CodeSteps& steps,
-                                                      Started&& started, float (&acc)[N / 2]) {
-  constexpr DType kType = C::kNumerics.weight.storage;
-  Multiplier<N, Share::kWeightRows, C> stage(pipeline, place, group);
-  const BoxPlaces<kType> places(group);
-  Fragments weights[kHalves];
-  float part[N / 2];
-#pragma unroll
-  for (float& sum : acc) sum = 0;
   stage.await_stage(stage.ready());
   started();
-  SWITCHYARD_ROLLED
-  for (std::uint32_t left = k_blocks;;) {
-    const std::uint32_t current = place.stage, box = stage.ring().weights(current);
-    const BoxWords words[kHalves] = {places.load(box), places.load(box, FourBitBox<kType>::kBytes)};
-#pragma unroll
-    for (int half = 0; half < kHalves; ++half) {
-      make_code_fragments(words[half], steps, weights[half]);
+  if constexpr (kFewRegisters<C>) {
+    Operands weights;
+    SWITCHYARD_ROLLED
+    for (;;) {
+      const std::uint32_t current = place.stage;
+      make(weights);
+      stage.issue(weights, stage.token_operand(), part);
+      stage.put_off_release(current);
+      scales = scales_of(current);
+      stage.advance();
+      const bool last = --left == 0;
+      const bool ready = last || stage.ready();
+      sum();
+      if (last) break;
+      stage.await_stage(ready);
     }
-    stage.issue(weights, stage.token_operand(), part);
-    stage.put_off_release(current);
-    const std::uint32_t scales = stage.ring().token_scales(current) + 8 * reread_thread_index<4>();
-    float2 of_tokens[N / 8];
-#pragma unroll
-    for (int n = 0; n < N / 8; ++n) of_tokens[n] = load_shared_floats(scales + 32 * n);
-    stage.advance();
-    const bool last = --left == 0;
-    const bool ready = last || stage.ready();
-    stage.await_products(part);
-#pragma unroll
-    for (int n = 0; n < N / 8; ++n) add_scaled(acc + 4 * n, part + 4 * n, of_tokens[n]);
-    if (last) break;
-    stage.await_stage(ready);
+  } else {
+    Operands even, odd;
+    make(even);
+    std::uint32_t tokens = stage.token_operand();
+    // Begins to multiply the stage at `place`, and makes the operands of the next. Returns true if
+    // there is no next one: it then makes operands of no stage.
+    const auto begin = [&](const Operands& weights, Operands& next) {
+      const std::uint32_t current = place.stage;
+      stage.advance();
+      const bool last = --left == 0;
+      const bool ready = last || stage.ready();
+      stage.issue(weights, tokens, part);
+      stage.put_off_release(current);
+      stage.await_stage(ready);
+      make(next);
+      tokens = stage.token_operand();
+      scales = scales_of(current);
+      return last;
+    };
+    // The branches keep the compiler from making operands behind the wait for the products.
+    SWITCHYARD_ROLLED
+    for (;;) {
+      if (begin(even, odd)) break;
+      sum();
+      if (begin(odd, even)) break;
+      sum();
+    }
+    sum();
   }
   stage.release_last();
 }
