@@ -38,22 +38,31 @@ dnnl::matmul::primitive_desc describe_matmul(const dnnl::engine& engine,
 #endif
 }
 
-// oneDNN does not look whether it got the memory that it asked for, for its engines and for code
-// that it generates: where a limit is near (`ulimit -v`), the process would die of a null pointer.
-// Threads that ask at once share the room, also with the C library, which reserves 128 MB for a
-// thread's first small block, hence far more than one of them needs.
-void require_room_for_library() {
-  constexpr std::size_t kRoom = std::size_t{256} << 20;
-  void* const room =
-      ::mmap(nullptr, kRoom, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  if (room == MAP_FAILED) {
-    throw Error(ErrorCode::kCapacityExceeded,
-                fmt::format("no room for the GEMM library's code: {}; raise the limit of memory "
-                            "(`ulimit -v`), or use fewer ranks or threads",
-                            errno_text(errno)));
+// Room for what oneDNN allocates while an object of this class exists. oneDNN does not look whether
+// it got the memory that it asked for, for its engines and for code that it generates: where a
+// limit is near (`ulimit -v`), the process would die of a null pointer. Other threads wait for
+// their room meanwhile. Those that begin at once share it with the C library, which reserves 128 MB
+// for a thread's first small block, hence far more than one of them needs.
+class LibraryRoom {
+ public:
+  LibraryRoom() : lock_(of_process_.get()) {
+    constexpr std::size_t kRoom = std::size_t{256} << 20;
+    void* const room =
+        ::mmap(nullptr, kRoom, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (room == MAP_FAILED) {
+      throw Error(ErrorCode::kCapacityExceeded,
+                  fmt::format("no room for the GEMM library's code: {}; raise the limit of memory "
+                              "(`ulimit -v`), or use fewer ranks or threads",
+                              errno_text(errno)));
+    }
+    ::munmap(room, kRoom);
   }
-  ::munmap(room, kRoom);
-}
+
+ private:
+  static inline constinit PerProcess<std::mutex> of_process_;
+
+  std::lock_guard<std::mutex> lock_;
+};
 
 // Notes the first use of a shape in the whole process. Another thread's first use of it makes
 // nothing new.
@@ -87,7 +96,7 @@ struct TileGemm::State {
 
   Generated& get(const Shape& shape) {
     if (const auto found = generated.find(shape); found != generated.end()) return found->second;
-    require_room_for_library();
+    const LibraryRoom room;
     const auto [m, n, k, a_row_stride, a_col_stride, x_stride] = shape;
     const auto type = to_dnnl(dtype);
     // A single row has no stride to another one. oneDNN 3.7 takes a row whose stride is that of one
@@ -118,7 +127,7 @@ TileGemm::TileGemm(DType dtype) {
   LibraryUser user;
   const LibraryUser::Visit visit(user);
   prepare_gemm_library();
-  require_room_for_library();
+  const LibraryRoom room;
   state_ = std::make_unique<State>();
   state_->dtype = dtype;
 }

@@ -4,6 +4,7 @@
 #include <gmock/gmock.h>
 
 #include "model/errors.h"
+#include "support/ranks.h"
 #include "support/specs.h"
 
 namespace switchyard::bench {
@@ -58,19 +59,27 @@ TEST(LateSuite, MeasuresBothPoliciesAndWays) {
     EXPECT_GT(row.own_share, 0.2);
     EXPECT_LT(row.own_share, 0.45);
     ASSERT_TRUE(row.early_share.has_value());
-    if (row.late_us == 0) {
-      EXPECT_LT(*row.early_share, 0.5);
-    }
+    // Even a rank that should be prompt can be late, on a busy machine. What its tokens take part
+    // in is not early then either; with "waits" only the shared expert's 6 tiles are, of 14 to 16.
+    EXPECT_LE(*row.early_share, row.policy == "waits" ? 6.0 / 14 : 0.9);
   }
-  // Thirty milliseconds suffice for what a rank can do alone: with "waits" the shared expert's
-  // tiles, 6 of some 14 to 16 tasks.
-  const LateRow& waits = recorder.rows[1];
-  const LateRow& works = recorder.rows[4];
-  EXPECT_EQ(waits.policy, "waits");
-  EXPECT_EQ(waits.late_us, 30'000);
-  EXPECT_GT(*waits.early_share, 0.1);
-  EXPECT_EQ(works.policy, "works");
-  EXPECT_GE(*works.early_share, *waits.early_share);
+}
+
+TEST(LateSuite, RanksWorkWhileOneIsLate) {
+  LateOptions options = small_options();
+  const auto enough = [&](test::milliseconds late) {
+    options.late_us = {std::chrono::microseconds(late).count()};
+    Recorder recorder;
+    LateSession(options, recorder).run();
+    const LateRow& waits = recorder.rows.at(1);
+    const LateRow& works = recorder.rows.at(4);
+    EXPECT_EQ(waits.policy, "waits");
+    EXPECT_EQ(works.policy, "works");
+    for (const LateRow* row : {&waits, &works}) EXPECT_EQ(row->late_us, options.late_us.front());
+    // With "waits" a rank can multiply the shared expert's tiles, with "works" more.
+    return waits.early_share > 0.3 && works.early_share > waits.early_share;
+  };
+  EXPECT_TRUE(test::holds_given_time(test::milliseconds(30), enough));
 }
 
 TEST(LateSuite, FourBitWeightsAreMultipliedInBf16) {

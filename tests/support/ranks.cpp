@@ -20,6 +20,10 @@ bool eventually(const std::function<bool()>& condition, milliseconds limit) {
   return true;
 }
 
+bool holds_given_time(milliseconds sleep, const std::function<bool(milliseconds)>& holds) {
+  return holds(sleep) || holds(10 * sleep) || holds(100 * sleep);
+}
+
 void run_threads(std::vector<World>& worlds, const std::function<void(World&)>& body) {
   Threads threads(0, static_cast<int>(worlds.size()), kThreadRemedy, [&](int rank) {
     try {

@@ -57,6 +57,10 @@ inline std::string fresh_rendezvous() {
 // Polls, because what is waited for has no descriptor; false after `limit`.
 bool eventually(const std::function<bool()>& condition, milliseconds limit = kGenerous);
 
+// For what one thread does while another sleeps: a busy machine may keep the first from its core
+// for as long. Calls `holds` with `sleep`, then ten and a hundred times as much, until it is true.
+bool holds_given_time(milliseconds sleep, const std::function<bool(milliseconds)>& holds);
+
 void run_threads(std::vector<World>& worlds, const std::function<void(World&)>& body);
 
 inline void run_threads(std::vector<World>&& worlds, const std::function<void(World&)>& body) {
