@@ -155,6 +155,23 @@ TEST_F(GpuGroupedGemm, WeightsOfFourBits) {
     }
   }
 }
+
+// Tiles of every height, up to the highest, and where an expert's rows make one more tile.
+TEST_F(GpuGroupedGemm, NumbersOfRowsOfFourBits) {
+  for (const DType weight : {DType::kF4E2M1, DType::kU4}) {
+    for (const int epilogue : {0, 1, 2}) {  // none, plain, gated
+      Case c;
+      c.backend = Backend::kCuda;
+      c.weight = weight;
+      c.group = 32;
+      c.n = 256;
+      c.k = 128;
+      for (int rows = 1; rows <= 520; rows += rows < 32 ? 1 : 8) c.rows.push_back(rows);
+      if (epilogue != 0) c.epilogue = activation_of(ActivationKind::kSilu, epilogue == 2);
+      expect_accurate(c);
+    }
+  }
+}
 #endif
 
 // All heights of tiles, several tiles of an expert, and experts without rows.

@@ -8,7 +8,8 @@ namespace switchyard::gpu {
 template <>
 GroupedEntry grouped_entry<SWITCHYARD_CONFIG, SWITCHYARD_GATED, SWITCHYARD_ACTIVATES>() {
   return {grouped_kernel<SWITCHYARD_CONFIG, SWITCHYARD_GATED, SWITCHYARD_ACTIVATES>,
-          sizeof(GroupedStorage<SWITCHYARD_CONFIG>), SWITCHYARD_CONFIG::kTile.weight_rows};
+          sizeof(GroupedStorage<SWITCHYARD_CONFIG>), SWITCHYARD_CONFIG::kNumerics,
+          SWITCHYARD_CONFIG::kTile};
 }
 
 }  // namespace switchyard::gpu

@@ -9,6 +9,7 @@
 #include "gpu/grouped/choice.h"
 #include "gpu/grouped/limits.h"
 #include "gpu/pipeline/params.h"
+#include "gpu/tile/config.h"
 #include "gpu/tile/params.h"
 #include "protocol/partition.h"
 #include "switchyard/grouped_gemm.h"
@@ -72,7 +73,8 @@ struct GroupedCall : GroupedRows {
 struct GroupedEntry {
   void (*kernel)(GroupedParams, GroupedCall);
   std::uint32_t shared_bytes;
-  int weight_rows;  // of a block's task
+  Numerics numerics;
+  TileConfig tile;
 };
 // Each is defined in an object file of its own.
 template <typename C, bool kGated, bool kActivates>

@@ -190,10 +190,10 @@ Engine::Engine(const World& world, const LayerSpec& spec, const MoeWeights& weig
     unsupported(fmt::format("the world has {} ranks; the GPU engine runs on up to {}", world.size(),
                             kMaxDeviceRanks));
   }
-  if (spec.hidden % policy().alignment() != 0) {
+  if (spec.hidden % policy().numerics.alignment() != 0) {
     unsupported(fmt::format("hidden size {}; in {} the GPU engine needs a multiple of {}",
                             spec.hidden, to_string(policy().numerics.token.compute),
-                            policy().alignment()));
+                            policy().numerics.alignment()));
   }
   const int cells = spec.top_k + (spec.shared_intermediate > 0 ? 1 : 0);
   if (cells > protocol::kMaxTopK) {
@@ -293,13 +293,13 @@ Engine::Engine(const World& world, const LayerSpec& spec, const MoeWeights& weig
 // Uses weights in place or copies them; copies are complete when it returns.
 Engine::Weights Engine::lay_out_weights(const MoeWeights& weights) const {
   Weights result;
-  result.routed = DeviceFfn(policy(),
+  result.routed = DeviceFfn(policy().numerics,
                             std::span(weights.experts)
                                 .subspan(static_cast<std::size_t>(params_.first_expert),
                                          static_cast<std::size_t>(params_.local_experts)),
                             spec_.hidden, spec_.intermediate, spec_.activation.gated);
   if (spec_.shared_intermediate > 0) {
-    result.shared = DeviceFfn(policy(), {&weights.shared, 1}, spec_.hidden,
+    result.shared = DeviceFfn(policy().numerics, {&weights.shared, 1}, spec_.hidden,
                               spec_.shared_intermediate, spec_.activation.gated);
   }
   result.gate = DeviceGate(spec_, weights);

@@ -21,7 +21,6 @@
 #include "gpu/host/mapped_memory.h"
 #include "gpu/host/tensor_map.h"
 #include "gpu/host/weights.h"
-#include "gpu/layer/policy.h"
 #include "gpu/schedule/rules.h"
 #include "layer/engine.h"
 #include "protocol/partition.h"
@@ -58,16 +57,6 @@ GroupedEntry entry_of(const GroupedGemmSpec& spec, DType type) {
                   "set compute to one of them, use Backend::kCpu, or see "
                   "SWITCHYARD_GPU_GROUPED_TYPES in src/gpu/CMakeLists.txt",
                   to_string(type), types));
-}
-
-// The facts that a tile's multiplication needs. fp16 differs from bf16 in the operands' type alone.
-PolicyFacts policy_of(DType type) {
-  if (type == DType::kF8E4M3) return facts_of<FP8Policy>();
-  if (type == DType::kF4E2M1) return facts_of<MXFP4Policy>();
-  if (type == DType::kU4) return facts_of<INT4Policy>();
-  PolicyFacts facts = facts_of<BF16Policy>();
-  facts.numerics = Numerics::stored_as(type);
-  return facts;
 }
 
 // Returns an expert's matrix as a layer has it: gate and up with an activation, else down.
@@ -143,9 +132,8 @@ struct GroupedGemmEngine::State {
   GroupedGemmSpec spec;
   GroupedSchedule schedule;
   int device;
-  PolicyFacts policy;
+  GroupedEntry entry;
   unsigned blocks = 0;
-  GroupedEntry entry{};
   DeviceFfn weights;
   DeviceBuffer nowhere;
   // Memory for calls with up to so many rows. Graphs may still use earlier rooms.
@@ -162,9 +150,9 @@ struct GroupedGemmEngine::State {
   MappedMemory<Failures> failures;
   GroupedParams params{};
 
-  State(const GroupedGemmSpec& its, const GroupedSchedule& how, int on, const PolicyFacts& facts)
-      : spec(its), schedule(how), device(on), policy(facts) {}
-  bool scaled() const { return policy.numerics.scaled(); }
+  State(const GroupedGemmSpec& its, const GroupedSchedule& how, int on, const GroupedEntry& kernel)
+      : spec(its), schedule(how), device(on), entry(kernel) {}
+  bool scaled() const { return entry.numerics.scaled(); }
   // The number of sums that an output row has.
   std::int64_t width() const { return std::int64_t{params.columns} * (params.up_at != 0 ? 2 : 1); }
   void choose_schedule(const tuner::Table* table, int num_sms);
@@ -203,7 +191,7 @@ const GroupedGemmEngine::State::Room& GroupedGemmEngine::State::room_for(std::ve
 
 // Chooses the schedule: the caller's values or the rules', and a table's configurations.
 void GroupedGemmEngine::State::choose_schedule(const tuner::Table* table, int num_sms) {
-  const CutFacts facts{policy.tile.token_rows, scaled(), params.k_blocks};
+  const CutFacts facts{entry.tile.token_rows, scaled(), params.k_blocks};
   params.cut = cut_of(schedule, facts);
   params.may_halve = scaled() && !schedule.tile_rows && params.cut.log2_splits == 0;
   if (schedule.paired.value_or(false) && blocks < kPair) {
@@ -211,7 +199,7 @@ void GroupedGemmEngine::State::choose_schedule(const tuner::Table* table, int nu
   }
   if (table == nullptr) return;
   choices = choices_of(
-      *table, {facts, policy.numerics.token.compute, spec.num_experts, spec.n, spec.k, num_sms});
+      *table, {facts, entry.numerics.token.compute, spec.num_experts, spec.n, spec.k, num_sms});
   if (schedule.paired && choices.of(*schedule.paired).empty()) {
     throw Error(ErrorCode::kInvalidArgument,
                 fmt::format("schedule.paired is {}, but all of the table's configurations are {}; "
@@ -267,11 +255,11 @@ void GroupedGemmEngine::State::describe_parts(std::int64_t rows, void* stream, G
 
 void GroupedGemmEngine::State::describe_rows(const GroupedInput& input, GroupedCall& call) {
   const MatrixView& x = input.x;
-  const int element = policy.numerics.token_bytes();
+  const int element = entry.numerics.token_bytes();
   // Rows through an index: blocks that stand alone copy them from where they are. In pairs every
   // block would copy the rows that both share.
   const bool in_place = !input.index.empty() && call.paired == 0;
-  const bool as_they_are = x.dtype == policy.numerics.token.storage &&
+  const bool as_they_are = x.dtype == entry.numerics.token.storage &&
                            (input.index.empty() || in_place) &&
                            reinterpret_cast<std::uintptr_t>(x.data) % 16 == 0 &&
                            (x.rows <= 1 || (x.row_stride > 0 && x.row_stride * element % 16 == 0));
@@ -314,7 +302,7 @@ void GroupedGemmEngine::State::describe_rows(const GroupedInput& input, GroupedC
   prepare.num_experts = spec.num_experts;
   prepare.columns = spec.k;
   prepare.to = room.data.data();
-  prepare.to_type = policy.numerics.token.storage;
+  prepare.to_type = entry.numerics.token.storage;
   prepare.to_scales = reinterpret_cast<float*>(room.more.data());
   SWITCHYARD_CUDA(prepare_rows(prepare, rows, static_cast<int>(blocks),
                                static_cast<cudaStream_t>(input.stream)));
@@ -331,13 +319,11 @@ GroupedGemmEngine::GroupedGemmEngine(const GroupedGemmSpec& spec, const GroupedG
   if (is_four_bit(one.dtype)) require_boxes(one, compute, false);
   const DType type = is_four_bit(one.dtype) ? one.dtype : compute;
   const GroupedEntry entry = entry_of(spec, type);
-  const PolicyFacts policy = policy_of(type);
-  require_multiple("k", spec.k, policy.alignment());
+  require_multiple("k", spec.k, entry.numerics.alignment());
   require_multiple("the number of output columns", spec.output_columns(), 8);
   const DeviceScope scope(device);
-  state_ = std::make_unique<State>(spec, options.schedule, device, policy);
+  state_ = std::make_unique<State>(spec, options.schedule, device, entry);
   State& state = *state_;
-  state.entry = entry;
   state.blocks = static_cast<unsigned>(device_info(device).num_sms - options.reserved_sms);
   SWITCHYARD_CUDA(cudaFuncSetAttribute(reinterpret_cast<const void*>(state.entry.kernel),
                                        cudaFuncAttributeMaxDynamicSharedMemorySize,
@@ -348,7 +334,7 @@ GroupedGemmEngine::GroupedGemmEngine(const GroupedGemmSpec& spec, const GroupedG
                              weights.biases.empty() ? VectorView{} : weights.biases[e]));
   }
   const bool first = spec.epilogue.has_value();
-  state.weights = DeviceFfn(policy, experts, first ? spec.k : spec.n,
+  state.weights = DeviceFfn(entry.numerics, experts, first ? spec.k : spec.n,
                             first ? spec.output_columns() : spec.k, first && spec.epilogue->gated);
   SWITCHYARD_CUDA(cudaStreamSynchronize(nullptr));
   state.nowhere = DeviceBuffer(static_cast<std::size_t>(spec.output_columns()) * sizeof(float));
@@ -377,9 +363,9 @@ GroupedGemmEngine::GroupedGemmEngine(const GroupedGemmSpec& spec, const GroupedG
   ffn.more_of_first = params.clamps || ffn.up_bias != nullptr || ffn.up_scale != nullptr;
   ffn.more_of_second = ffn.down_bias != nullptr || ffn.down_scale != nullptr;
   params.k_blocks = static_cast<std::uint32_t>(
-      protocol::ceil_div(spec.k * policy.numerics.token_bytes(), kStageRowBytes));
+      protocol::ceil_div(spec.k * entry.numerics.token_bytes(), kStageRowBytes));
   params.row_blocks = protocol::ceil_div(first ? ffn.gemm1_rows : ffn.gemm2_rows,
-                                         static_cast<std::uint32_t>(state.entry.weight_rows));
+                                         static_cast<std::uint32_t>(entry.tile.weight_rows));
   state.choose_schedule(options.table.get(), device_info(device).num_sms);
   params.deadline_ns = kDeadlineNs;
   params.block_deadline_ns = block_deadline(kDeadlineNs);

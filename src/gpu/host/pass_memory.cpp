@@ -368,7 +368,7 @@ std::shared_ptr<switchyard::PassMemory> make_memory(const World& world,
         sizes.low_rows = low_rows_here({}, spec.num_experts, world.size());
       }
       const auto padded = [&](int rows) {
-        return protocol::round_up(rows, sizes.policy.alignment());
+        return protocol::round_up(rows, sizes.policy.numerics.alignment());
       };
       const auto first_rows = [&](int width) {
         return static_cast<std::uint32_t>(spec.activation.gated ? 2 * width : width);

@@ -43,7 +43,7 @@ using Matrices = const MatrixView FfnWeights::*;
 
 // Returns the one array that all experts' matrices `halves` make, if the copy engine can read it as
 // one.
-std::optional<WeightArray> in_place(const PolicyFacts& policy, std::span<const FfnWeights> experts,
+std::optional<WeightArray> in_place(const Numerics& numerics, std::span<const FfnWeights> experts,
                                     std::span<const Matrices> halves) {
   const auto at = [&](std::size_t e, std::size_t half) -> const MatrixView& {
     return experts[e].*halves[half];
@@ -57,14 +57,14 @@ std::optional<WeightArray> in_place(const PolicyFacts& policy, std::span<const F
                     static_cast<int>(halves.size()),
                     static_cast<int>(m.rows),
                     static_cast<int>(m.cols),
-                    policy.numerics.weight_bytes(),
-                    m.row_stride * policy.numerics.weight_bytes()};
+                    numerics.weight_bytes(),
+                    m.row_stride * numerics.weight_bytes()};
   // With a single half or expert, any distance to the next will do.
   array.half_stride = halves.size() > 1 ? distance(m, at(0, 1)) : array.row_stride;
   array.expert_stride = experts.size() > 1 ? distance(m, at(1, 0)) : array.row_stride;
   const auto usable = [](std::int64_t stride) { return stride > 0 && stride % 16 == 0; };
   // Rows of one matrix are columns of the other.
-  if (array.rows % policy.alignment() != 0 || array.columns % policy.alignment() != 0 ||
+  if (array.rows % numerics.alignment() != 0 || array.columns % numerics.alignment() != 0 ||
       reinterpret_cast<std::uintptr_t>(m.data) % 16 != 0 || !usable(array.row_stride) ||
       !usable(array.half_stride) || !usable(array.expert_stride)) {
     return std::nullopt;
@@ -74,7 +74,7 @@ std::optional<WeightArray> in_place(const PolicyFacts& policy, std::span<const F
       const MatrixView& other = at(e, half);
       const std::int64_t expected = static_cast<std::int64_t>(e) * array.expert_stride +
                                     static_cast<std::int64_t>(half) * array.half_stride;
-      if (other.dtype != policy.numerics.weight.storage || other.col_stride != 1 ||
+      if (other.dtype != numerics.weight.storage || other.col_stride != 1 ||
           other.row_stride != m.row_stride || distance(m, other) != expected ||
           residence_of(other.data) != Residence::kHere) {
         return std::nullopt;
@@ -86,7 +86,7 @@ std::optional<WeightArray> in_place(const PolicyFacts& policy, std::span<const F
 
 // Makes one array of `rows` x `columns` of the experts' matrices in `own`, which `layout` is to
 // fill.
-WeightArray make_array(const PolicyFacts& policy, std::span<const FfnWeights> experts,
+WeightArray make_array(const Numerics& numerics, std::span<const FfnWeights> experts,
                        std::span<const Matrices> halves, int rows, int columns, DeviceBuffer& own,
                        WeightLayout& layout) {
   WeightArray array{nullptr,
@@ -94,8 +94,8 @@ WeightArray make_array(const PolicyFacts& policy, std::span<const FfnWeights> ex
                     static_cast<int>(halves.size()),
                     rows,
                     columns,
-                    policy.numerics.weight_bytes()};
-  array.row_stride = std::int64_t{columns} * policy.numerics.weight_bytes();
+                    numerics.weight_bytes()};
+  array.row_stride = std::int64_t{columns} * numerics.weight_bytes();
   array.half_stride = rows * array.row_stride;
   array.expert_stride = array.halves * array.half_stride;
   const std::size_t bytes = experts.size() * static_cast<std::size_t>(array.expert_stride);
@@ -108,7 +108,7 @@ WeightArray make_array(const PolicyFacts& policy, std::span<const FfnWeights> ex
       layout.copy(experts[e].*halves[half],
                   own.data() + e * static_cast<std::size_t>(array.expert_stride) +
                       half * static_cast<std::size_t>(array.half_stride),
-                  policy.numerics.weight.storage, columns);
+                  numerics.weight.storage, columns);
     }
   }
   return array;
@@ -117,7 +117,7 @@ WeightArray make_array(const PolicyFacts& policy, std::span<const FfnWeights> ex
 // Boxes of the experts' four-bit matrices in `own`, and the powers of their rows in `powers` if
 // codes are to become E4M3. `layout` is to fill both. The array that is returned has their shape,
 // and no addresses of rows.
-WeightArray make_box_array(const PolicyFacts& policy, std::span<const FfnWeights> experts,
+WeightArray make_box_array(const Numerics& numerics, std::span<const FfnWeights> experts,
                            std::span<const Matrices> halves, const char* const* names, int rows,
                            int columns, DeviceBuffer& own, std::span<DeviceBuffer* const> powers,
                            WeightLayout& layout) {
@@ -132,11 +132,11 @@ WeightArray make_box_array(const PolicyFacts& policy, std::span<const FfnWeights
   copy.boxes = static_cast<std::uint32_t>(protocol::ceil_div(array.halves * rows, kTileRows));
   copy.k_blocks = static_cast<std::uint32_t>(protocol::ceil_div(columns, kBoxColumnsOfFourBits));
   copy.rows = static_cast<std::uint32_t>(rows);
-  const std::size_t box = box_bytes(policy.numerics.weight.storage);
+  const std::size_t box = box_bytes(numerics.weight.storage);
   const std::size_t of_expert = std::size_t{copy.boxes} * copy.k_blocks * box;
   // A stage of several boxes may reach past the last one.
   own = DeviceBuffer(experts.size() * of_expert + box);
-  if (policy.numerics.makes_codes()) {
+  if (numerics.makes_codes()) {
     for (std::size_t half = 0; half < halves.size(); ++half) {
       *powers[half] = DeviceBuffer(experts.size() * static_cast<std::size_t>(rows) * sizeof(float));
     }
@@ -146,7 +146,7 @@ WeightArray make_box_array(const PolicyFacts& policy, std::span<const FfnWeights
     for (std::size_t half = 0; half < halves.size(); ++half) {
       copy.from[half] = experts[e].*halves[half];
       of_halves.push_back(fmt::format("expert {}'s {}", e, names[half]));
-      if (policy.numerics.makes_codes()) {
+      if (numerics.makes_codes()) {
         copy.powers[half] =
             reinterpret_cast<float*>(powers[half]->data()) + e * static_cast<std::size_t>(rows);
       }
@@ -224,26 +224,26 @@ int planes_of(DType dtype) { return dtype == DType::kBF16 ? 1 : dtype == DType::
 
 }  // namespace
 
-DeviceFfn::DeviceFfn(const PolicyFacts& policy, std::span<const FfnWeights> experts, int hidden,
+DeviceFfn::DeviceFfn(const Numerics& numerics, std::span<const FfnWeights> experts, int hidden,
                      int intermediate, bool gated) {
   if (experts.empty()) return;
   const Matrices gate_first[] = {&FfnWeights::gate, &FfnWeights::up}, down = &FfnWeights::down;
   const std::span<const Matrices> first = std::span(gate_first).last(gated ? 2 : 1);
   const std::span<const Matrices> second{&down, 1};
-  const int width = protocol::round_up(intermediate, policy.alignment());
-  four_bit_ = policy.numerics.four_bit();
+  const int width = protocol::round_up(intermediate, numerics.alignment());
+  four_bit_ = numerics.four_bit();
   if (four_bit_) {
     static constexpr const char* kFirst[] = {"gate", "up"};
     static constexpr const char* kSecond[] = {"down"};
     DeviceBuffer* const first_powers[] = {&gate_row_scales_, &up_row_scales_};
     DeviceBuffer* const second_powers[] = {&down_row_scales_};
     if (!experts[0].up.empty()) {
-      gemm1_ = make_box_array(policy, experts, first, kFirst + (gated ? 0 : 1), width, hidden,
+      gemm1_ = make_box_array(numerics, experts, first, kFirst + (gated ? 0 : 1), width, hidden,
                               own1_, std::span(first_powers).subspan(gated ? 0 : 1), layout_);
     }
     if (!experts[0].down.empty()) {
-      gemm2_ = make_box_array(policy, experts, second, kSecond, hidden, width, own2_, second_powers,
-                              layout_);
+      gemm2_ = make_box_array(numerics, experts, second, kSecond, hidden, width, own2_,
+                              second_powers, layout_);
     }
     finish(experts, hidden, width);
     return;
@@ -252,19 +252,19 @@ DeviceFfn::DeviceFfn(const PolicyFacts& policy, std::span<const FfnWeights> expe
   // kernels do not have (8 to 840 bytes of spills), and a tensor map cannot step backwards.
   if (experts[0].up.empty()) {
     // This is an operator's second GEMM alone.
-  } else if (const auto of_first = in_place(policy, experts, first)) {
+  } else if (const auto of_first = in_place(numerics, experts, first)) {
     gemm1_ = *of_first;
   } else {
-    gemm1_ = make_array(policy, experts, first, width, hidden, own1_, layout_);
+    gemm1_ = make_array(numerics, experts, first, width, hidden, own1_, layout_);
   }
   if (experts[0].down.empty()) {
     // This is an operator's first GEMM alone.
-  } else if (const auto of_second = in_place(policy, experts, second)) {
+  } else if (const auto of_second = in_place(numerics, experts, second)) {
     gemm2_ = *of_second;
   } else {
-    gemm2_ = make_array(policy, experts, second, hidden, width, own2_, layout_);
+    gemm2_ = make_array(numerics, experts, second, hidden, width, own2_, layout_);
   }
-  if (policy.numerics.scaled()) {
+  if (numerics.scaled()) {
     if (gemm1_.num_experts != 0) {
       gemm1_scales_ = block_scales(experts, first, gemm1_, layout_);
       if (gated) gate_row_scales_ = row_scales(experts, first, &FfnWeights::gate, width, layout_);

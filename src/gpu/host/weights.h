@@ -9,18 +9,18 @@
 
 namespace switchyard::gpu {
 
-// One kind of expert: all networks' matrices in the policy's type, their scales, and their biases
-// in fp32.
+// One kind of expert: all networks' matrices in the type of `numerics`, their scales, and their
+// biases in fp32.
 class DeviceFfn {
  public:
-  // `experts` all have the shape [intermediate, hidden]. Matrices of the policy's type in device
+  // `experts` all have the shape [intermediate, hidden]. Matrices of that type in device
   // memory that lie there as one array, at one distance from expert to expert and between gate and
   // up, are used where they are and must stay there. Others are copied, for bf16 and fp16 from any
   // type, for FP8 from FP8 of block or row form. Four-bit matrices are copied into boxes
   // (tile/four_bit.h). Everything may be in either memory. All experts may lack gate and up, or
   // down.
   DeviceFfn() = default;
-  DeviceFfn(const PolicyFacts& policy, std::span<const FfnWeights> experts, int hidden,
+  DeviceFfn(const Numerics& numerics, std::span<const FfnWeights> experts, int hidden,
             int intermediate, bool gated);
 
   FfnParams params() const;

@@ -200,11 +200,6 @@ struct PolicyFacts {
   int small_tokens, small_logits;  // the most that a small pass may have
   int hidden_stretch;              // see kHiddenStretch
   int stage_parts;                 // see kStageParts
-
-  // The multiple that columns and rows of a matrix are padded to, for the copy engine.
-  int alignment() const {
-    return numerics.four_bit() ? static_cast<int>(kMxGroup) : 16 / numerics.weight_bytes();
-  }
 };
 template <typename P>
 constexpr PolicyFacts facts_of() {

@@ -70,6 +70,10 @@ struct Numerics {
   // row of a narrower type has fewer bytes.
   constexpr int stage_columns() const { return kStageRowBytes / token_bytes(); }
   constexpr int weight_row_bytes() const { return stage_columns() * weight_bytes(); }
+  // The multiple that columns and rows of a matrix are padded to, for the copy engine.
+  constexpr int alignment() const {
+    return four_bit() ? static_cast<int>(kMxGroup) : 16 / weight_bytes();
+  }
 };
 
 // Values that follow from a configuration. The functions of this room take it as a type C with
