@@ -611,6 +611,30 @@ TEST_F(GpuGroupedGemm, EveryConfiguration) {
   EXPECT_EQ(count, 612);
 }
 
+// The second block of the last pair has no weight rows, but counts parts like every other.
+TEST_F(GpuGroupedGemm, PartsOfAnOddNumberOfBlocksInPairs) {
+  for (const DType type : kTypes) {
+    const bool fp8 = type == DType::kF8E4M3;
+    Case c = case_of(type);
+    c.rows = {256, 0, 40, 300};
+    c.n = fp8 ? 768 : 384;
+    if (!fp8) c.k = 328;
+    for (const bool gated : {false, true}) {
+      if (gated) c.epilogue = Activation();
+      const Problem problem(c);
+      for (const int splits : {2, 4}) {
+        SCOPED_TRACE(::testing::Message() << c << ", " << splits << " splits");
+        const GroupedSchedule schedule{.paired = true, .splits = splits};
+        const Rows rows = run_on_gpu(problem, schedule);
+        expect_as_good(problem, rows);
+        for (int repetition = 0; repetition < 20; ++repetition) {
+          ASSERT_TRUE(run_on_gpu(problem, schedule) == rows) << repetition;
+        }
+      }
+    }
+  }
+}
+
 // The rows of a tile come one by one: at every height, by blocks and by pairs. An entry that names
 // no row stands for zeros.
 TEST_F(GpuGroupedGemm, RowsThroughAnIndexAtEveryHeight) {

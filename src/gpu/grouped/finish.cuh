@@ -69,7 +69,8 @@ __device__ __forceinline__ bool join_parts(const GroupedParams& params, const Ti
   if (reread_thread_index<kWarpgroup>() == 0) {
     std::uint32_t* const stored =
         call.stored +
-        (std::size_t{to.task.tile} * params.row_blocks + to.task.block) * kMathGroups + group;
+        (std::size_t{to.task.tile} * params.paired_row_blocks + to.task.block) * kMathGroups +
+        group;
     *last = atomicAdd(stored, 1) + 1 == parts ? 1 : 0;
     if (*last != 0) *stored = 0;
     __threadfence();

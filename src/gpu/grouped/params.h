@@ -29,6 +29,9 @@ struct GroupedParams : ExpertParams, WaitParams, ModelShape, ActivationParams {
   std::uint32_t in_columns;  // of the input
   std::uint32_t k_blocks;    // stages of a token
   std::uint32_t row_blocks;  // tasks of one block that the weight rows of one tile make
+  // The same for pairs of blocks: with an odd number, a pair's second block has a task past the
+  // last one, in which it stores nothing but counts.
+  std::uint32_t paired_row_blocks;
   // The products' columns: gate i is at gate_at + i * product_step, up i likewise.
   std::uint32_t gate_at, up_at, product_step;
 };

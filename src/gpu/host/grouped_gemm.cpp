@@ -244,7 +244,7 @@ void GroupedGemmEngine::State::describe_parts(std::int64_t rows, void* stream, G
     const std::size_t tiles = static_cast<std::size_t>(spec.num_experts) + count / kUnitRows;
     its.data =
         DeviceBuffer((count << log2_splits) * static_cast<std::size_t>(width()) * sizeof(float));
-    its.more = DeviceBuffer((tiles * params.row_blocks + 1) * kMathGroups * sizeof(std::uint32_t));
+    its.more = DeviceBuffer(tiles * params.paired_row_blocks * kMathGroups * sizeof(std::uint32_t));
     SWITCHYARD_CUDA(cudaMemset(its.more.data(), 0, its.more.bytes()));
     SWITCHYARD_CUDA(cudaStreamSynchronize(nullptr));
   });
@@ -366,6 +366,7 @@ GroupedGemmEngine::GroupedGemmEngine(const GroupedGemmSpec& spec, const GroupedG
       protocol::ceil_div(spec.k * entry.numerics.token_bytes(), kStageRowBytes));
   params.row_blocks = protocol::ceil_div(first ? ffn.gemm1_rows : ffn.gemm2_rows,
                                          static_cast<std::uint32_t>(entry.tile.weight_rows));
+  params.paired_row_blocks = protocol::round_up<std::uint32_t>(params.row_blocks, kPair);
   state.choose_schedule(options.table.get(), device_info(device).num_sms);
   params.deadline_ns = kDeadlineNs;
   params.block_deadline_ns = block_deadline(kDeadlineNs);
