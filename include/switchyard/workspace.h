@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <span>
 
 #include "switchyard/layer.h"
@@ -27,6 +28,10 @@ struct WorkspaceOptions {
   Backend backend = Backend::kCpu;
   int max_tokens = 8192;         // as in LayerOptions; layers may declare less
   DType compute = DType::kBF16;  // that of the layers: kBF16, kF32 or kF8E4M3
+  // That of experts' weights of four bits: kF4E2M1 or kU4. With kCuda and kF8E4M3 their kernels
+  // want more memory than those of FP8, which have room, too. Empty: no layer has such weights, or
+  // `compute` is another.
+  std::optional<DType> weights{};
   // Layers that work at the same time need a slot each, with memory of its own: two for two-batch
   // overlap. A layer works in one slot (LayerOptions::workspace_slot). 1 to 16.
   int slots = 1;

@@ -235,7 +235,7 @@ class WorkspaceOptions(Sized):
         ("struct_size", c_uint32), ("backend", c_int32), ("max_tokens", c_int32), ("compute", c_int32),
         ("slots", c_int32), ("num_threads", c_int32), ("device", c_int32), ("reserved_sms", c_int32),
         ("allocate", WorkspaceOptionsAllocate), ("release", WorkspaceOptionsRelease), ("user", c_void_p),
-        ("pre_sum_per_host", c_int32), ("reserved", c_uint32),
+        ("pre_sum_per_host", c_int32), ("weights", c_int32),
     ]
 
 

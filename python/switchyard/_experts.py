@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from ctypes import byref
 from typing import Any
 
-from . import _abi, _arrays, _cache, _values
+from . import _abi, _arrays, _cache, _four_bit, _values
 from ._activation import Activation
 from ._arrays import Array
 from ._four_bit import WeightFormat
@@ -310,6 +310,7 @@ def workspace_for(
     w13: Any, w2: Any, *, top_k: int, max_tokens: int, numerics: Numerics, placement: Placement, **options: Any
 ) -> Workspace:
     """A workspace for layers of weights of this form, with these options. Collective, as they are."""
+    form = _four_bit.format_of("w2", w2, options.get("weight_format"))
     # A layer for one token tells what the library makes of the weights: sizes, and the type to compute in.
     with contextlib.closing(
         Experts(w13, w2, top_k=top_k, max_tokens=1, numerics=numerics, placement=placement, **options)
@@ -321,6 +322,7 @@ def workspace_for(
             weight_on_input=numerics.weight_on_input, activation=layer.activation,
             device=layer.device, reserved_sms=placement.reserved_sms,
             num_threads=placement.num_threads, pre_sum_per_host=numerics.pre_sum_per_host,
+            weight_format=None if form is None else form.name,
         )
 
 

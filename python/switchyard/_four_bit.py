@@ -39,6 +39,16 @@ def _is_float4(array: Any) -> bool:
     return _arrays.dtype_name(getattr(array, "dtype", None)) == "float4_e2m1fn_x2"
 
 
+def named(weight_format: Any) -> _Format:
+    """The format of this name; raises `InvalidArgument` for a name that is none."""
+    if not isinstance(weight_format, str) or weight_format not in _FORMATS:
+        raise InvalidArgument(
+            f"weight_format is {weight_format!r}; use one of {', '.join(map(repr, _FORMATS))}, or leave it None for "
+            "weights that are not packed"
+        )
+    return _FORMATS[weight_format]
+
+
 def format_of(name: str, array: Any, weight_format: Any) -> _Format | None:
     """The format that an argument names, or that the array's dtype says; None: the weights are no four bits.
 
@@ -58,12 +68,7 @@ def format_of(name: str, array: Any, weight_format: Any) -> _Format | None:
                 f"{name} is {dtype}; if it holds weights of four bits, say how: weight_format='mxfp4' or 'int4'"
             )
         return None
-    if not isinstance(weight_format, str) or weight_format not in _FORMATS:
-        raise InvalidArgument(
-            f"weight_format is {weight_format!r}; use one of {', '.join(map(repr, _FORMATS))}, or leave it None for "
-            "weights that are not packed"
-        )
-    return _FORMATS[weight_format]
+    return named(weight_format)
 
 
 def require_one(form: _Format | None, other: _Format | None) -> None:

@@ -11,8 +11,9 @@ from ctypes import byref
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol
 
-from . import _abi, _arrays, _values
+from . import _abi, _arrays, _four_bit, _values
 from ._activation import Activation, require_activation
+from ._four_bit import WeightFormat
 from ._handle import Owned
 from ._library import check, library, raise_last
 from ._values import count_text
@@ -147,6 +148,8 @@ class Workspace(Owned):
         On CPUs: as of `Placement`. Layers may have fewer.
     pre_sum_per_host : bool
         With room for layers with that option of `Numerics`.
+    weight_format : {"mxfp4", "int4"}, optional
+        That of the layers' weights. On GPUs MXFP4 computed in "f8_e4m3" wants more memory.
     allocator : "torch" or DeviceAllocator, optional
         On GPUs: where memory comes from that other ranks do not write, which is all of it in a world
         of one. "torch": torch's caching allocator, so that its statistics and memory pools see it. Or
@@ -193,6 +196,7 @@ class Workspace(Owned):
         reserved_sms: int = 0,
         num_threads: int = 0,
         pre_sum_per_host: bool = False,
+        weight_format: WeightFormat | None = None,
         allocator: Literal["torch"] | DeviceAllocator | None = None,
     ) -> None:
         world = checked_world(world) or default_world()
@@ -215,6 +219,7 @@ class Workspace(Owned):
             compute=_arrays.chosen_dtype("compute", compute, _arrays.COMPUTE, optional=False),
             slots=slots, num_threads=num_threads, device=number, reserved_sms=reserved_sms,
             pre_sum_per_host=_values.flag("pre_sum_per_host", pre_sum_per_host),
+            weights=_abi.DTYPE_NONE if weight_format is None else _four_bit.named(weight_format).dtype,
         )
         self._callbacks = _callbacks_of(allocator, backend)
         if self._callbacks is not None:

@@ -37,6 +37,7 @@ switchyard::WorkspaceOptions options_of(const sy_workspace_options* pointer) {
   options.backend = backend_of(given.backend);
   options.max_tokens = given.max_tokens;
   options.compute = dtype_of("compute", given.compute);
+  if (given.weights != SY_DTYPE_NONE) options.weights = dtype_of("weights", given.weights);
   options.slots = given.slots;
   options.num_threads = given.num_threads;
   options.device = given.device;

@@ -32,6 +32,10 @@ void check_options(std::span<const LayerSpec> specs, const WorkspaceOptions& opt
     refuse(fmt::format("slots is {}; use 1 to {}", options.slots, kMostSlots));
   }
   check_compute_type(options.compute);
+  if (options.weights && !is_four_bit(*options.weights)) {
+    refuse(fmt::format("weights is {}; give f4_e2m1 or u4 for weights of four bits, or leave it",
+                       to_string(*options.weights)));
+  }
   require_threads(options.num_threads);
   require_sms("reserved_sms", options.reserved_sms);
   require_device(options.device);

@@ -198,6 +198,7 @@ TEST(Workspace, BadOptionsAreRefused) {
   refused({.compute = DType::kF16}, "compute type f16");
   refused({.slots = 0}, "slots is 0");
   refused({.slots = 17}, "slots is 17; use 1 to 16");
+  refused({.weights = DType::kF8E4M3}, "weights is f8_e4m3; give f4_e2m1 or u4");
   refused({.num_threads = -1}, "num_threads is -1");
   refused({.device = 0}, "backend is cpu");
   refused({.allocator = {[](std::size_t) -> void* { return nullptr; }, [](void*) {}}},

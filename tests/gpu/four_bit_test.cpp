@@ -5,6 +5,7 @@
 #include <cmath>
 #include <deque>
 #include <optional>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -14,6 +15,7 @@
 #include "support/fp8.h"
 #include "support/layers.h"
 #include "switchyard/grouped_gemm.h"
+#include "switchyard/workspace.h"
 
 namespace switchyard::testing {
 namespace {
@@ -321,6 +323,26 @@ TEST_F(GpuFourBits, ASharedExpertBesideThem) {
         expect_accurate(spec, w, batch, result);
         EXPECT_TRUE(layer.run(batch, DType::kBF16).output == result.output) << "repeated";
       }
+    }
+  }
+}
+
+// Layers of the same sizes have room, with few experts and with so many that low tiles are most.
+TEST_F(GpuFourBits, LayersInAWorkspace) {
+  for (const auto& [experts, top_k, tokens] : {std::tuple{8, 2, 32}, {128, 4, 512}, {16, 4, 400}}) {
+    const LayerSpec spec = without_shared({.num_experts = experts, .top_k = top_k});
+    for (const auto& [dtype, compute] :
+         {std::pair{kMxfp4, DType::kBF16}, {kInt4, DType::kBF16}, {kMxfp4, kFp8}}) {
+      SCOPED_TRACE(::testing::Message()
+                   << experts << " experts, " << to_string(dtype) << " in " << to_string(compute));
+      const MoeWeights w = make_weights(spec, dtype);
+      const Workspace workspace(
+          DeviceLayer::world(), spec,
+          {.backend = Backend::kCuda, .max_tokens = tokens, .compute = compute, .weights = dtype});
+      DeviceLayer own(spec, w, tokens, {.compute = compute});
+      DeviceLayer shared(spec, w, tokens, {.workspace = &workspace, .compute = compute});
+      const Batch batch = routed(spec, tokens, 0.5);
+      EXPECT_TRUE(shared.run(batch, DType::kBF16).output == own.run(batch, DType::kBF16).output);
     }
   }
 }

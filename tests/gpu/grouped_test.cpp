@@ -4,6 +4,7 @@
 
 #include <cmath>
 #include <limits>
+#include <memory>
 #include <span>
 #include <vector>
 
@@ -12,6 +13,7 @@
 #include "operators/problem.h"
 #include "support/accuracy.h"
 #include "support/on_gpu.h"
+#include "switchyard/tuner.h"
 
 namespace switchyard::testing {
 namespace {
@@ -154,6 +156,17 @@ TEST_F(GpuGroupedGemm, WeightsOfFourBits) {
       }
     }
   }
+}
+
+TEST_F(GpuGroupedGemm, ATableIsOfNoFourBits) {
+  Case c;
+  c.backend = Backend::kCuda;
+  c.weight = DType::kF4E2M1;
+  const Problem problem(c);
+  GroupedGemmOptions options = problem.options();
+  options.table = std::make_shared<const tuner::Table>();
+  EXPECT_ERROR(GroupedGemm(problem.spec(), problem.weights(), options), kUnsupported,
+               "the weights are f4_e2m1, whose kernels nothing tunes");
 }
 
 // Tiles of every height, up to the highest, and where an expert's rows make one more tile.

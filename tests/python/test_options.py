@@ -172,3 +172,24 @@ def test_a_workspace_for_layers_has_room_for_them():
         expected = Experts(*weights, **options)(X, IDS, WEIGHTS)
         assert all(torch.equal(layer(X, IDS, WEIGHTS), expected) for layer in layers)
         assert layers[1].stats().epoch == 2
+
+
+def test_a_workspace_for_layers_knows_their_format(monkeypatch):
+    """On GPUs MXFP4 times FP8 tokens wants more memory than FP8 does."""
+    from switchyard import _experts
+
+    made = []
+    monkeypatch.setattr(_experts, "Workspace", lambda *_, **named: made.append(named))
+    options = dict(top_k=K, max_tokens=T, placement=Placement(num_threads=1))
+    _experts.workspace_for(W13, W2, numerics=Numerics(), **options)
+    codes = (torch.zeros(E, 2 * I, H // 2, dtype=torch.uint8), torch.zeros(E, H, I // 2, dtype=torch.uint8))
+    scales = (torch.full((E, 2 * I, H // 32), 127, dtype=torch.uint8), torch.full((E, H, I // 32), 127, dtype=torch.uint8))
+    _experts.workspace_for(
+        *codes, numerics=Numerics(compute="f8_e4m3"), w13_scale=scales[0], w2_scale=scales[1], weight_format="mxfp4",
+        **options,
+    )
+    assert [(of["compute"], of["weight_format"]) for of in made] == [("f32", None), ("f8_e4m3", "mxfp4")]
+    sizes = dict(hidden=H, intermediate=I, experts=E, top_k=K, max_tokens=T)
+    assert Workspace(**sizes, compute="f8_e4m3", weight_format="mxfp4").compute == "f8_e4m3"
+    with pytest.raises(InvalidArgument, match="weight_format is 'nf4'"):
+        Workspace(**sizes, compute="bf16", weight_format="nf4")

@@ -198,6 +198,11 @@ void GroupedGemmEngine::State::choose_schedule(const tuner::Table* table, int nu
     unsupported("schedule.paired is true, but there is one multiprocessor; leave it");
   }
   if (table == nullptr) return;
+  if (entry.numerics.four_bit()) {
+    unsupported(fmt::format(
+        "a table is given, but the weights are {}, whose kernels nothing tunes; leave the table",
+        to_string(entry.numerics.weight.storage)));
+  }
   choices = choices_of(
       *table, {facts, entry.numerics.token.compute, spec.num_experts, spec.n, spec.k, num_sms});
   if (schedule.paired && choices.of(*schedule.paired).empty()) {

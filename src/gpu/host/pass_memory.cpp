@@ -351,10 +351,11 @@ std::shared_ptr<switchyard::PassMemory> make_memory(const World& world,
   attempt_together(world.fabric(), [&] {
     device = choose_device(of_layer);
     const auto blocks = static_cast<unsigned>(device_info(device).num_sms - options.reserved_sms);
-    for (const LayerSpec& spec : specs) {
+    const auto add = [&](const LayerSpec& spec, DType weights) {
       const protocol::ExpertPartition experts{spec.num_experts, world.size()};
       PassSizes sizes;
-      sizes.policy = find_kernel(spec.activation, options.compute, options.compute, false).policy;
+      const KernelEntry kernel = find_kernel(spec.activation, weights, options.compute, false);
+      sizes.policy = kernel.policy;
       sizes.num_ranks = world.size();
       sizes.num_places = spec.num_experts;
       sizes.own_places = experts.count(world.rank());
@@ -364,7 +365,8 @@ std::shared_ptr<switchyard::PassMemory> make_memory(const World& world,
       sizes.gate_columns = gate_columns(spec);
       sizes.weighs_input = spec.weight_on_input;
       sizes.has_shared = spec.shared_intermediate > 0;
-      if (options.compute == DType::kBF16) {
+      // (In bf16 that is all that kernels for weights of four bits want beside those of others.)
+      if (kernel.low.large != nullptr || options.compute == DType::kBF16) {
         sizes.low_rows = low_rows_here({}, spec.num_experts, world.size());
       }
       const auto padded = [&](int rows) {
@@ -385,6 +387,10 @@ std::shared_ptr<switchyard::PassMemory> make_memory(const World& world,
         const MemoryNeeds its = PassLayout(sizes).needs();
         needs = needs ? MemoryNeeds::largest(*needs, its) : its;
       }
+    };
+    for (const LayerSpec& spec : specs) {
+      add(spec, options.compute);
+      if (options.weights) add(spec, *options.weights);
     }
   });
   const DeviceScope scope(device);

@@ -132,6 +132,9 @@ __device__ __forceinline__ void math_role(const Pass<P>& pass) {
       LayerSink<kSilu, kGated, P> sink(pass, *task, first, reader, stored);
       gemm_tile_of(head >> 3 & 63, pass.pipeline(), *task, head >> 9, kGated && first, place,
                    weights, sink);
+      // Behind the last task of a round that is not the last, the block waits for the next round,
+      // while others wait for this h.
+      if (StoredPart<kGated, P>::kExists && !pass.table().last_round()) stored.finish();
     }
     pass.trace().math(kFirstTaskRecord + reader.index(), &TraceRecord::end);
     if (threadIdx.x == kWarpgroup) protocol::note_progress(*pass.waiter().heaps);
