@@ -514,8 +514,8 @@ typedef struct sy_workspace_options {
   void (*release)(void* memory, void* user);
   void* user;
   int32_t pre_sum_per_host;  // with room for layers with that option
-  // That of experts' weights of four bits, SY_F4_E2M1 or SY_U4, which want more memory with SY_CUDA
-  // and SY_F8_E4M3; or SY_DTYPE_NONE. See WorkspaceOptions in workspace.h.
+  // The type of experts' weights of four bits, SY_F4_E2M1 or SY_U4, which want more memory with
+  // SY_CUDA and SY_F8_E4M3; or SY_DTYPE_NONE. See WorkspaceOptions in workspace.h.
   sy_dtype weights;
 } sy_workspace_options;
 #define SY_WORKSPACE_OPTIONS_INIT                                                       \

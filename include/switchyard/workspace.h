@@ -28,7 +28,7 @@ struct WorkspaceOptions {
   Backend backend = Backend::kCpu;
   int max_tokens = 8192;         // as in LayerOptions; layers may declare less
   DType compute = DType::kBF16;  // that of the layers: kBF16, kF32 or kF8E4M3
-  // That of experts' weights of four bits: kF4E2M1 or kU4. With kCuda and kF8E4M3 their kernels
+  // The type of experts' weights of four bits: kF4E2M1 or kU4. With kCuda and kF8E4M3 their kernels
   // want more memory than those of FP8, which have room, too. Empty: no layer has such weights, or
   // `compute` is another.
   std::optional<DType> weights{};
