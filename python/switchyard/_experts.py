@@ -310,11 +310,11 @@ def workspace_for(
     w13: Any, w2: Any, *, top_k: int, max_tokens: int, numerics: Numerics, placement: Placement, **options: Any
 ) -> Workspace:
     """A workspace for layers of weights of this form, with these options. Collective, as they are."""
-    form = _four_bit.format_of("w2", w2, options.get("weight_format"))
     # A layer for one token tells what the library makes of the weights: sizes, and the type to compute in.
     with contextlib.closing(
         Experts(w13, w2, top_k=top_k, max_tokens=1, numerics=numerics, placement=placement, **options)
     ) as layer:
+        form = _four_bit.format_of("w2", w2, options.get("weight_format"))
         return Workspace(
             placement.world, hidden=layer.hidden, intermediate=layer.intermediate,
             experts=layer.num_experts if placement.experts is None else len(placement.experts),

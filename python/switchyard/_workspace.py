@@ -149,7 +149,7 @@ class Workspace(Owned):
     pre_sum_per_host : bool
         With room for layers with that option of `Numerics`.
     weight_format : {"mxfp4", "int4"}, optional
-        That of the layers' weights. On GPUs MXFP4 computed in "f8_e4m3" wants more memory.
+        The format of the layers' weights. Layers of MXFP4 that compute in "f8_e4m3" want more memory on GPUs.
     allocator : "torch" or DeviceAllocator, optional
         On GPUs: where memory comes from that other ranks do not write, which is all of it in a world
         of one. "torch": torch's caching allocator, so that its statistics and memory pools see it. Or

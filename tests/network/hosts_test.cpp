@@ -319,6 +319,10 @@ TEST_P(HostsStops, EveryRankNamesTheOneThatStopped) {
     tally.play(*board, pids, trial, how);
   }
   tally.judge(how, kDeadline);
+  // On a machine that is busy with something else.
+  if (how == Stop::kKill) {
+    EXPECT_LT(tally.longest_ms(), 2'000);
+  }
 }
 
 INSTANTIATE_TEST_SUITE_P(

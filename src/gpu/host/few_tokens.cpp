@@ -37,7 +37,7 @@ FewWeights describe(const WeightArray& array, const float* scales, const std::by
 
 bool few_tokens_serve(const LayerParams& layer, const PolicyFacts& policy,
                       std::int64_t rows_per_rank) {
-  // (It does not read boxes of codes that become E4M3.)
+  // (It does not read boxes of codes that become E5M2.)
   return !policy.numerics.makes_codes() && layer.cells_per_token == layer.top_k &&
          !layer.weight_on_input &&
          few_tokens_fit(

@@ -115,7 +115,7 @@ WeightArray make_array(const Numerics& numerics, std::span<const FfnWeights> exp
 }
 
 // Boxes of the experts' four-bit matrices in `own`, and the powers of their rows in `powers` if
-// codes are to become E4M3. `layout` is to fill both. The array that is returned has their shape,
+// codes are to become E5M2. `layout` is to fill both. The array that is returned has their shape,
 // and no addresses of rows.
 WeightArray make_box_array(const Numerics& numerics, std::span<const FfnWeights> experts,
                            std::span<const Matrices> halves, const char* const* names, int rows,

@@ -132,8 +132,8 @@ __device__ __forceinline__ void math_role(const Pass<P>& pass) {
       LayerSink<kSilu, kGated, P> sink(pass, *task, first, reader, stored);
       gemm_tile_of(head >> 3 & 63, pass.pipeline(), *task, head >> 9, kGated && first, place,
                    weights, sink);
-      // Behind the last task of a round that is not the last, the block waits for the next round,
-      // while others wait for this h.
+      // The block may have no more tasks in the first of two rounds. It then waits for the second
+      // round, and other blocks must not wait for its h as long.
       if (StoredPart<kGated, P>::kExists && !pass.table().last_round()) stored.finish();
     }
     pass.trace().math(kFirstTaskRecord + reader.index(), &TraceRecord::end);
