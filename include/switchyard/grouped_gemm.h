@@ -87,8 +87,8 @@ inline constexpr std::int64_t kGroupedKernelVersion = 1;
 struct GroupedInput {
   // [rows of the layout, K], or with `index` [any, K], rows contiguous (col_stride 1): bf16, f16 or
   // f32, which is rounded to the compute type; or, where that is FP8, f8_e4m3 with a scale for
-  // every 128 columns (scale_rows 1, scale_cols 128), used as they are. Rows that no expert has are
-  // not read and may hold anything, and need not be there behind the last row that one has.
+  // every 128 columns (scale_rows 1, scale_cols 128), taken as layers do. Rows that no expert has
+  // are not read and may hold anything, and need not be there behind the last row that one has.
   MatrixView x{};
   RowLayout layout{};
   // [E] i32 or i64: ends[e] is the number of rows of experts 0 to e together, whatever the layout.

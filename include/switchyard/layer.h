@@ -136,7 +136,9 @@ struct LayerOptions {
   //
   // Four-bit weights are dequantised, too, and multiplied with activations of the type computed in.
   // MXFP4 is exact in bf16; INT4 is rounded to it, as it is in PyTorch. kF8E4M3 multiplies MXFP4
-  // with quantised activations, and refuses INT4.
+  // with quantised activations, and refuses INT4. With kCuda a token, or its h, then has one scale
+  // for all columns: amax is that of the row, and the matrix unit sums whole rows, with some
+  // fourteen bits.
   std::optional<DType> compute{};
   // The treatment of bad ids among those given; ranks may differ.
   BadIds bad_ids = BadIds::kRaise;
@@ -185,7 +187,8 @@ struct ForwardInput {
   // [T, H], bf16, fp16 or fp32, rows contiguous (col_stride 1). Or, where LayerOptions::compute is
   // kF8E4M3, f8_e4m3 with a scale for every 128 columns of a token (scale_rows 1, scale_cols 128),
   // which are used as they are; then topk_ids or logits must be given, and the shared expert have
-  // no gate.
+  // no gate. (With kCuda and MXFP4 codes are brought to the row's largest scale, which rounds again
+  // those whose scale is no power of two of it, and those that become subnormal.)
   MatrixView activations{};
   // Either both empty (the layer's gate routes) or both [T, K]: expert ids in i32 or i64, distinct
   // within a token, kNoExpert for none (see LayerOptions::bad_ids, large_ids_are_none); and weights

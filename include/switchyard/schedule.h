@@ -16,11 +16,11 @@ struct Schedule {
   // The fewest rows per expert, on average, at which blocks work in pairs that share a task's
   // tokens. 0: in all passes that are not small; -1: in none. The rule: 96.
   std::optional<int> paired_rows{};
-  // The most rows per expert, on average, of a low pass: its tiles have at most 16 or 32 rows, and
-  // two blocks share a multiprocessor. For weights of four bits and calls that give the routing,
-  // over ranks with a promise (ForwardInput::max_tokens_per_rank), in layers that reserve no
-  // multiprocessors, have no capacity, at most 512 places of experts and no traces. 0: none is. The
-  // rule: 26.
+  // The most rows per expert, on average, of a low pass: its tiles have at most 16 or 32 rows (64
+  // of tokens in FP8), and two blocks share a multiprocessor. For weights of four bits and calls
+  // that give the routing, over ranks with a promise (ForwardInput::max_tokens_per_rank), in layers
+  // that reserve no multiprocessors, have no capacity, at most 512 places of experts and no traces.
+  // 0: none is. The rule: 26, or 52 of tokens in FP8.
   std::optional<int> low_rows{};
   // The second GEMM of a tile (or band of tiles) is handed out after the first GEMM of the tile
   // (band) that stands `lag` places later. At least 1. The rule: two rounds of all blocks.
@@ -41,9 +41,9 @@ struct Schedule {
 // The same for a grouped GEMM on a GPU.
 struct GroupedSchedule {
   // The most token rows of a tile: a multiple of 16, up to 256 in bf16 and up to 224 with four-bit
-  // weights; 64 or 128 in FP8. An expert's rows are cut into tiles of about the same height. The
-  // rule: the most. In FP8 128, or 64 where blocks stand alone and all tasks then find a block at
-  // once.
+  // weights, whose tiles have 16 or a multiple of 32; 64 or 128 in FP8. An expert's rows are cut
+  // into tiles of about the same height. The rule: the most. In FP8 128, or 64 where blocks stand
+  // alone and all tasks then find a block at once.
   std::optional<int> tile_rows{};
   // The most stages of 64 columns (bf16) of a tile's weights and tokens that a block has in shared
   // memory at a time: 2 to 12. Fewer if they do not fit: 4 of tiles of 256 rows. Not in FP8, where

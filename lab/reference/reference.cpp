@@ -49,11 +49,11 @@ struct Fp8Precision {
 
 // Replaces values by their quantised form, in the arithmetic of Real.
 template <typename Real>
-void quantise_row(Real* values, std::int64_t count) {
-  constexpr std::int64_t kGroup = 128;
+void quantise_row(Real* values, std::int64_t count, std::int64_t scale_columns) {
   constexpr Real kLargest = 448;
-  for (std::int64_t begin = 0; begin < count; begin += kGroup) {
-    const std::int64_t end = std::min(begin + kGroup, count);
+  const std::int64_t group = std::min(scale_columns, std::max(count, std::int64_t{1}));
+  for (std::int64_t begin = 0; begin < count; begin += group) {
+    const std::int64_t end = std::min(begin + group, count);
     Real amax = 0;
     for (std::int64_t i = begin; i < end; ++i) {
       const Real magnitude = std::abs(values[i]);
@@ -176,6 +176,7 @@ struct Job {
 struct Plan {
   std::int64_t num_tokens = 0;
   bool quantised = false;
+  std::int64_t scale_columns = 0;   // that share one, where it is
   std::vector<double> activations;  // [T, H], as the gates see them
   std::vector<double> operands;     // [T, H], as the experts see them; empty: as the gates do
   ReferenceOutput routed;           // `output` is not set
@@ -214,7 +215,7 @@ void quantise_activations(const LayerSpec& spec, const ReferenceInput& input, Pl
   }
   plan.activations.assign(rows.begin(), rows.end());
   for (std::int64_t t = 0; t < plan.num_tokens; ++t) {
-    quantise_row(&rows[static_cast<std::size_t>(t * spec.hidden)], spec.hidden);
+    quantise_row(&rows[static_cast<std::size_t>(t * spec.hidden)], spec.hidden, plan.scale_columns);
   }
   plan.operands.assign(rows.begin(), rows.end());
 }
@@ -352,6 +353,7 @@ Plan make_plan(const LayerSpec& spec, const MoeWeights& weights, const Reference
   check_matrix("activations", input.activations, plan.num_tokens, spec.hidden);
   plan.activations = decoded(input.activations);
   plan.quantised = input.quantised;
+  plan.scale_columns = input.scale_columns;
   if (input.quantised) quantise_activations(spec, input, plan);
   check_size("weights.experts", weights.experts.size(), static_cast<std::size_t>(spec.num_experts));
   for (int e = 0; e < spec.num_experts; ++e) {
@@ -463,7 +465,8 @@ class Runner {
 
   void quantise_h(const Job& job, Range share) {
     for (std::int64_t row = share.begin; row < share.end; ++row) {
-      quantise_row(&h_[static_cast<std::size_t>(row * job.intermediate)], job.intermediate);
+      quantise_row(&h_[static_cast<std::size_t>(row * job.intermediate)], job.intermediate,
+                   plan_.scale_columns);
     }
   }
 

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstdint>
+#include <limits>
 #include <span>
 #include <vector>
 
@@ -37,6 +38,8 @@ std::vector<double> routing_margin(const LayerSpec& spec, std::span<const double
 std::vector<double> router_logits(const LayerSpec& spec, const MoeWeights& weights,
                                   const MatrixView& activations);
 
+inline constexpr std::int64_t kWholeRow = std::numeric_limits<std::int64_t>::max();
+
 struct ReferenceInput {
   MatrixView activations;                   // [T, H]
   std::span<const std::int32_t> token_ids;  // [T]; needed if the gate runs and routes by hash
@@ -44,11 +47,12 @@ struct ReferenceInput {
   std::span<const std::int32_t> topk_ids;
   std::span<const float> topk_weights;
   // True for the problem of an FP8 layer, whose experts have quantised operands. The activations
-  // (rounded to bf16) and h are both quantised, in groups of 128 columns of a token:
+  // (rounded to bf16) and h are both quantised, in groups of scale_columns columns of a token:
   //   scale = max(amax, 2^-100) / 448,  value = scale * f8_e4m3(x * 448 / max(amax, 2^-100))
   // The gates see the activations rounded to bf16. Activations that are f8_e4m3 already, with
   // scales, are taken as they are, and no gate may run.
   bool quantised = false;
+  std::int64_t scale_columns = 128;  // kWholeRow: one scale for all columns
   // The number of consecutive tokens that each rank holds, for the capacity rule; empty: one rank
   // holds all.
   std::span<const std::int64_t> tokens_per_rank;

@@ -157,10 +157,13 @@ Verification verify(const Source& source, const Batch& batch, const RunResult& r
 
   // The reference gets the routing that was used, with its drops. So a near tie that the layer
   // decides differently does not count as an error of the experts.
-  const reference::ReferenceInput input{.activations = batch.activations,
-                                        .topk_ids = result.topk_ids,
-                                        .topk_weights = result.topk_weights,
-                                        .quantised = compute == DType::kF8E4M3};
+  reference::ReferenceInput input{.activations = batch.activations,
+                                  .topk_ids = result.topk_ids,
+                                  .topk_weights = result.topk_weights,
+                                  .quantised = compute == DType::kF8E4M3};
+  if (result.backend == Backend::kCuda && is_four_bit(source.weights.experts.front().up.dtype)) {
+    input.scale_columns = reference::kWholeRow;
+  }
   LayerSpec spec = source.spec;
   spec.capacity_factor = 0;
   const auto expected = reference::forward(spec, source.weights, input);

@@ -216,7 +216,8 @@ void HostExperts::round(const MatrixView& x) {
 // Quantises rows of the device into other rows of it.
 void HostExperts::quantise(const MatrixView& x, std::byte* to) const {
   const std::size_t pitch = layout_.token_bytes;
-  if (x.dtype != DType::kF8E4M3) return context_.device.enqueue_quantized(to, pitch, x);
+  if (x.dtype != DType::kF8E4M3)
+    return context_.device.enqueue_quantized(to, pitch, x, context_.by_row);
   const auto columns = static_cast<std::size_t>(x.cols), rows = static_cast<std::size_t>(x.rows);
   const std::size_t scales = protocol::ceil_div(columns, std::size_t{kQuantGroup}) * sizeof(float);
   context_.device.enqueue_on_device(to, pitch, x.data, static_cast<std::size_t>(x.row_stride),

@@ -28,6 +28,7 @@ struct StagedContext {
   StagingDevice& device;
   Backend kernels;
   DType compute;
+  bool by_row;                     // tokens in FP8 have one scale, as the device's layer takes them
   std::int64_t most_rows;          // of a pass of the host's layer
   std::uint64_t device_bytes = 0;  // of all allocate()
 

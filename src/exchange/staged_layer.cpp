@@ -170,15 +170,19 @@ Core::Core(const World& world, const LayerSpec& spec, const MoeWeights& weights,
     validate(spec, weights, own_experts(places, world.rank(), world.size()), places);
     require_host_layers(fabric.proxy()->hosts(), {places, world.size()});
     routing::check_routable(spec);
-    compute_ = resolve_compute(weights, options.compute);
-    if (kernels == Backend::kCuda && compute_ == DType::kF32) {
-      if (options.compute) refuse("compute is f32", "use bf16 or f8_e4m3, or the CPU engine");
-      compute_ = DType::kBF16;
-    }
+  });
+  compute_ = agree_on_compute(fabric, weights, options.compute);
+  attempt_together(fabric, [&] {
+    if (kernels != Backend::kCuda || compute_ != DType::kF32) return;
+    if (options.compute) refuse("compute is f32", "use bf16 or f8_e4m3, or the CPU engine");
+    compute_ = DType::kBF16;
   });
   agree(fabric, {spec, options.max_tokens, compute_, summary_of(options.placement),
                  options.pre_sum_per_host});
-  context_.emplace(StagedContext{world_, spec_, options_, device_, kernels_, compute_, most_rows});
+  const std::optional<DType> routed = agree_on_routed_type(fabric, weights);
+  const bool by_row = kernels == Backend::kCuda && routed && is_four_bit(*routed);
+  context_.emplace(
+      StagedContext{world_, spec_, options_, device_, kernels_, compute_, by_row, most_rows});
   experts_.emplace(*context_, weights_);
   attempt_together(fabric, [&] {
     set_up_shared();

@@ -51,8 +51,10 @@ class StagingDevice {
                                  std::size_t from_pitch, const Rows& rows) = 0;
   // Rows of the device, in bf16, f16 or f32, quantised as layers do (base/quantize.h): of each row
   // its codes and, behind them, its scales, in places that stand `pitch` bytes apart. All of them,
-  // and the columns, are multiples of 16 bytes.
-  virtual void enqueue_quantized(std::byte* to, std::size_t pitch, const MatrixView& x) = 0;
+  // and the columns, are multiples of 16 bytes. `by_row`: all columns share a scale, which all
+  // groups of columns get.
+  virtual void enqueue_quantized(std::byte* to, std::size_t pitch, const MatrixView& x,
+                                 bool by_row) = 0;
   // The same as the copies, and wait.
   void to_host(std::byte* to, std::size_t to_pitch, const void* from, std::size_t from_pitch,
                const Rows& rows) {

@@ -41,22 +41,36 @@ const char* name_of(CapacityRule rule) {
   return "unknown";
 }
 
+std::optional<DType> type_of_routed(const MoeWeights& weights) {
+  const auto given = std::ranges::find_if(
+      weights.experts, [](const FfnWeights& expert) { return !expert.up.empty(); });
+  return given == weights.experts.end() ? std::nullopt : std::optional(given->up.dtype);
+}
+
+// Collective. A rank without a type has that of the first rank with one.
+std::optional<DType> mine_or_first(Fabric& fabric, std::optional<DType> mine) {
+  constexpr std::int32_t kUnknown = -1;
+  const std::vector<std::int32_t> all =
+      gather(fabric, mine ? static_cast<std::int32_t>(*mine) : kUnknown);
+  if (mine) return mine;
+  const auto known = std::ranges::find_if(all, [](std::int32_t type) { return type != kUnknown; });
+  return known == all.end() ? std::nullopt : std::optional(static_cast<DType>(*known));
+}
+
 }  // namespace
 
 DType agree_on_compute(Fabric& fabric, const MoeWeights& weights, std::optional<DType> asked) {
-  constexpr std::int32_t kUnknown = -1;
-  const bool knows = asked || std::ranges::any_of(weights.experts, [](const FfnWeights& expert) {
-                       return !expert.up.empty();
-                     });
-  std::int32_t mine = kUnknown;
+  std::optional<DType> mine;
   attempt_together(fabric, [&] {
-    if (knows) mine = static_cast<std::int32_t>(resolve_compute(weights, asked));
+    if (asked || type_of_routed(weights)) mine = resolve_compute(weights, asked);
   });
-  const std::vector<std::int32_t> all = gather(fabric, mine);
-  const auto known = std::ranges::find_if(all, [](std::int32_t type) { return type != kUnknown; });
+  const std::optional<DType> known = mine_or_first(fabric, mine);
   // (Where no rank knows, all refuse.)
-  if (known == all.end()) return resolve_compute(weights, asked);
-  return mine == kUnknown ? static_cast<DType>(*known) : static_cast<DType>(mine);
+  return known ? *known : resolve_compute(weights, asked);
+}
+
+std::optional<DType> agree_on_routed_type(Fabric& fabric, const MoeWeights& weights) {
+  return mine_or_first(fabric, type_of_routed(weights));
 }
 
 std::uint64_t summary_of(const ExpertPlacement& placement) {

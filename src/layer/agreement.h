@@ -34,6 +34,9 @@ void agree_on_placement(Fabric& fabric, const ExpertPlacement& mine);
 // Collective. As resolve_compute(); but a rank that was given no expert's weights takes the type of
 // the first rank that was.
 DType agree_on_compute(Fabric& fabric, const MoeWeights& weights, std::optional<DType> asked);
+// Collective. The type of the routed experts' weights, by the first rank that was given some; none
+// if no rank was.
+std::optional<DType> agree_on_routed_type(Fabric& fabric, const MoeWeights& weights);
 
 // Collective. Throws Error{kSpecMismatch} naming the first rank and field that differ from this
 // rank's, with both values.

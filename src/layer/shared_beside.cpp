@@ -43,26 +43,18 @@ MoeWeights weights_of_shared(const LayerSpec& spec, const MoeWeights& all) {
   return shared;
 }
 
-DType type_of_routed(const MoeWeights& weights) {
-  for (const FfnWeights& expert : weights.experts) {
-    if (!expert.up.empty()) return expert.up.dtype;
-  }
-  return weights.shared.up.dtype;
-}
-
 class SharedBeside final : public LayerEngine {
  public:
   SharedBeside(const World& world, const LayerSpec& spec, const MoeWeights& weights,
                const LayerOptions& options, std::shared_ptr<PassMemory> memory,
                const EngineMaker& make, const std::function<NoRouting()>& no_routing)
       : world_(world), spec_(spec), options_(options) {
-    attempt_together(world_.fabric(), [&] {
-      require_fit(weights, options_.placement);
-      compute_ = resolve_compute(weights, options_.compute);
-    });
+    Fabric& fabric = world_.fabric();
+    attempt_together(fabric, [&] { require_fit(weights, options_.placement); });
+    compute_ = agree_on_compute(fabric, weights, options_.compute);
     // The engine of the routed experts does not know the rest of the spec.
-    agree(world_.fabric(), {spec_, options_.max_tokens, compute_, summary_of(options_.placement),
-                            false, type_of_routed(weights)});
+    agree(fabric, {spec_, options_.max_tokens, compute_, summary_of(options_.placement), false,
+                   agree_on_routed_type(fabric, weights).value_or(weights.shared.up.dtype)});
     LayerOptions of_routed = options_;
     of_routed.compute = compute_;
     routed_ =

@@ -182,6 +182,11 @@ void check_input(const GroupedGemmSpec& spec, DType compute, const GroupedInput&
                 fmt::format("x is [{}, {}]; the weights have {} columns, pass [rows, {}]", x.rows,
                             x.cols, spec.k, spec.k));
   }
+  const std::int64_t most = std::max(x.rows, static_cast<std::int64_t>(input.index.size()));
+  if (most > kMostRows) {
+    refuse(fmt::format("{} has {} rows; an i32 numbers up to {}: multiply fewer at a time",
+                       most == x.rows ? "x" : "the input's index", most, kMostRows));
+  }
   if (x.rows == 0) return;
   if (x.data == nullptr) refuse(fmt::format("x is null, but has {} rows; pass them", x.rows));
   if (x.col_stride != 1) {

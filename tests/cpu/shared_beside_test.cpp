@@ -139,18 +139,21 @@ TEST_P(SharedBeside, OutputsAreScaledAndAdded) {
   }
 }
 
+// Nine ranks are more than experts.
 TEST_P(SharedBeside, RanksShareTheRoutedExperts) {
   const Batch batch = random_batch(spec_, 50, DType::kBF16, 9);
-  const Shares shares = Shares::of({30, 0, 20});
-  BatchResult result = empty_result(spec_, batch, 3, DType::kBF16);
-  run_all_ranks(World::threads(3), [&](const World& world) {
-    const auto engine =
-        beside(world, spec_, weights_of_rank(weights_, world.rank(), 3), GetParam().compute);
-    for (int pass = 0; pass < 3; ++pass) {
-      forward_share(*engine, batch, shares, world.rank(), result);
-    }
-  });
-  expect_right(batch, result);
+  for (const Shares& shares : {Shares::of({30, 0, 20}), Shares::even(50, 9)}) {
+    const auto ranks = static_cast<int>(shares.count.size());
+    BatchResult result = empty_result(spec_, batch, ranks, DType::kBF16);
+    run_all_ranks(World::threads(ranks), [&](const World& world) {
+      const auto engine =
+          beside(world, spec_, weights_of_rank(weights_, world.rank(), ranks), GetParam().compute);
+      for (int pass = 0; pass < 3; ++pass) {
+        forward_share(*engine, batch, shares, world.rank(), result);
+      }
+    });
+    expect_right(batch, result);
+  }
 }
 
 TEST_P(SharedBeside, GetsOtherWeights) {

@@ -67,6 +67,13 @@ TEST(ChooseLaunch, LowPassesHaveFewRowsOfEachExpert) {
   few_experts.low_tokens = 32;
   EXPECT_EQ(choose_launch({}, few_experts), Launch::kSmall);
   EXPECT_EQ(choose_launch({.low_rows = 16}, few_experts), Launch::kSmallLow);
+  LaunchFacts high = olmoe(416);  // 52 rows per expert
+  high.low_tokens = 416;
+  EXPECT_EQ(choose_launch({}, high), Launch::kSingle);
+  high.tall_rows = 64;
+  EXPECT_EQ(choose_launch({}, high), Launch::kTallLow);
+  high.low_tokens = 417;
+  EXPECT_EQ(choose_launch({}, high), Launch::kSingle);
   few_experts.small_low = false;
   EXPECT_EQ(choose_launch({.low_rows = 16}, few_experts), Launch::kSmall);
 }

@@ -244,5 +244,19 @@ TEST(HalfTiles, WhereEveryTaskFindsABlock) {
   EXPECT_EQ(cut.tile.least, half.least);
 }
 
+TEST(HeightsOfTiles, AreNeverAboveWhatWasAsked) {
+  CutFacts given = facts(false).cut;
+  given.tile = {256, 32, 16};
+  for (int asked = 16; asked <= 256; asked += 16) {
+    GroupedSchedule schedule;
+    schedule.tile_rows = asked;
+    const GroupedCut cut = cut_of(schedule, given);
+    for (std::uint32_t rows = 1; rows < 600; ++rows) {
+      ASSERT_LE(protocol::TokenTiles(rows, cut.tile).height, static_cast<std::uint32_t>(asked))
+          << rows << " rows";
+    }
+  }
+}
+
 }  // namespace
 }  // namespace switchyard::gpu

@@ -513,7 +513,8 @@ Rows Problem::solve() const {
                  static_cast<float>(row[c]));
       }
     }
-    tokens = quantised.emplace(Matrix::quantised(wide)).view();
+    const bool by_row = case_.backend == Backend::kCuda && is_four_bit(case_.weight);
+    tokens = quantised.emplace(Matrix::quantised(wide, by_row)).view();
   }
   for (int t = 0; t < num_tokens_; ++t) {
     reference::decode_row(tokens, t, row.data());

@@ -169,6 +169,8 @@ TEST(GroupedGemmRefusals, Options) {
 TEST(GroupedGemmRefusals, Inputs) {
   cannot_run(kShape, {"x is [6, 5]", "4 columns"}, [](Good& g) { g.input.x.cols = 5; });
   cannot_run(kShape, {"x is [-1, 4]"}, [](Good& g) { g.input.x.rows = -1; });
+  cannot_run(kInvalid, {"x has 2147483648 rows", "fewer at a time"},
+             [](Good& g) { g.input.x.rows = std::int64_t{1} << 31; });
   cannot_run(kInvalid, {"x is null"}, [](Good& g) { g.input.x.data = nullptr; });
   cannot_run(kInvalid, {"col_stride of 2"}, [](Good& g) { g.input.x.col_stride = 2; });
   cannot_run(kType, {"x is u8"}, [](Good& g) { g.input.x.dtype = DType::kU8; });

@@ -52,9 +52,11 @@ void expect_same_routing(const LayerSpec& spec, const MoeWeights& weights, const
 }
 
 double output_error(const LayerSpec& spec, const MoeWeights& weights, const Batch& batch,
-                    const BatchResult& result, double* yardstick, bool quantised) {
+                    const BatchResult& result, double* yardstick, bool quantised,
+                    std::int64_t scale_columns) {
   reference::ReferenceInput input;
   input.quantised = quantised;
+  input.scale_columns = scale_columns;
   input.activations = batch.x.view();
   input.topk_ids = result.ids;
   input.topk_weights = result.weights;
@@ -90,8 +92,9 @@ void expect_same_bits(const LayerSpec& spec, const MoeWeights& weights, DType dt
 }
 
 double distance_to_fp8_program(const LayerSpec& spec, const MoeWeights& weights, const Batch& batch,
-                               const BatchResult& result) {
+                               const BatchResult& result, std::int64_t scale_columns) {
   reference::ReferenceInput input;
+  input.scale_columns = scale_columns;
   input.activations = batch.x.view();
   input.topk_ids = result.ids;
   input.topk_weights = result.weights;

@@ -27,9 +27,11 @@ void expect_same_routing(const LayerSpec& spec, const MoeWeights& weights, const
 
 // The output against fp64, with the routing that the engine used. The yardstick is the error of a
 // straightforward program. `quantised`: the layer computes in FP8, the problem is the quantised
-// one, and so is what the program solves; else the program computes in bf16.
+// one, and so is what the program solves; else the program computes in bf16. `scale_columns`: those
+// of a quantised token, or of h, that share a scale.
 double output_error(const LayerSpec& spec, const MoeWeights& weights, const Batch& batch,
-                    const BatchResult& result, double* yardstick = nullptr, bool quantised = false);
+                    const BatchResult& result, double* yardstick = nullptr, bool quantised = false,
+                    std::int64_t scale_columns = kQuantGroup);
 
 // The output's error against fp64 must be below twice a plain bf16 program's, with the routing that
 // the engine used.
@@ -49,6 +51,6 @@ void expect_same_bits(const LayerSpec& spec, const MoeWeights& weights, DType dt
 // place, where both round the same values. A bound of half the yardstick notices what twice the
 // yardstick cannot, a layer that does not quantise h: it is three times as far or more.
 double distance_to_fp8_program(const LayerSpec& spec, const MoeWeights& weights, const Batch& batch,
-                               const BatchResult& result);
+                               const BatchResult& result, std::int64_t scale_columns = kQuantGroup);
 
 }  // namespace switchyard::testing

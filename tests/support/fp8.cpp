@@ -1,5 +1,7 @@
 #include "support/fp8.h"
 
+#include <algorithm>
+
 namespace switchyard::testing {
 
 LayerSpec grouped(LayerSpec spec) {
@@ -18,14 +20,39 @@ Batch routed_batch(const LayerSpec& spec, std::int64_t tokens, DType dtype) {
   return batch;
 }
 
+namespace {
+
+// A straightforward program's error with 64 tokens.
+double yardstick_of_many(const LayerSpec& spec, const MoeWeights& weights,
+                         std::int64_t scale_columns) {
+  const Batch batch = routed_batch(spec, 64, DType::kBF16);
+  reference::ReferenceInput input;
+  input.quantised = true;
+  input.scale_columns = scale_columns;
+  input.activations = batch.x.view();
+  input.topk_ids = batch.topk_ids;
+  input.topk_weights = batch.topk_weights;
+  return reference::relative_error(reference::straightforward_fp8(spec, weights, input),
+                                   reference::forward(spec, weights, input).output);
+}
+
+}  // namespace
+
 double expect_accurate_fp8(const LayerSpec& spec, const MoeWeights& weights, const Batch& batch,
-                           const BatchResult& result, double closeness) {
+                           const BatchResult& result, double closeness,
+                           std::int64_t scale_columns) {
   double yardstick = 0;
-  const double error = output_error(spec, weights, batch, result, &yardstick, true);
+  const double error = output_error(spec, weights, batch, result, &yardstick, true, scale_columns);
+  // Few codes of h: how many of them the program rounds otherwise than fp64 does is a matter of
+  // chance, and so is its error.
+  if (scale_columns == reference::kWholeRow &&
+      batch.x.rows() * spec.top_k * spec.intermediate < 9000) {
+    yardstick = std::max(yardstick, yardstick_of_many(spec, weights, scale_columns));
+  }
   EXPECT_LE(error, 2 * yardstick);
   EXPECT_GT(yardstick, 1e-4);  // or the comparison means nothing
   EXPECT_LT(yardstick, 0.1);
-  const double distance = distance_to_fp8_program(spec, weights, batch, result);
+  const double distance = distance_to_fp8_program(spec, weights, batch, result, scale_columns);
   EXPECT_LE(distance, closeness * yardstick);
   ::testing::Test::RecordProperty(
       "error_and_yardstick",

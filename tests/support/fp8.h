@@ -71,7 +71,8 @@ void expect_poison_stays(int tokens, std::int64_t last, Run&& run) {
 // that are exact to fp32, and somewhat less often where the matrix unit keeps fewer bits. Returns
 // the distance to that program, in yardsticks.
 double expect_accurate_fp8(const LayerSpec& spec, const MoeWeights& weights, const Batch& batch,
-                           const BatchResult& result, double closeness = 0.5);
+                           const BatchResult& result, double closeness = 0.5,
+                           std::int64_t scale_columns = kQuantGroup);
 
 void for_each_matrix(MoeWeights& weights, const std::function<void(MatrixView&)>& visit);
 

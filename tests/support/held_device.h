@@ -31,8 +31,9 @@ class HeldDevice final : public StagingDevice {
                          const Rows& rows) override {
     device_->enqueue_on_device(to, to_pitch, from, from_pitch, rows);
   }
-  void enqueue_quantized(std::byte* to, std::size_t pitch, const MatrixView& x) override {
-    device_->enqueue_quantized(to, pitch, x);
+  void enqueue_quantized(std::byte* to, std::size_t pitch, const MatrixView& x,
+                         bool by_row) override {
+    device_->enqueue_quantized(to, pitch, x, by_row);
   }
   void lend(std::byte* data, std::size_t bytes) override { device_->lend(data, bytes); }
   std::shared_ptr<std::byte> allocate(std::size_t bytes) override {

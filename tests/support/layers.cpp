@@ -13,12 +13,13 @@ Matrix Matrix::random(std::int64_t rows, std::int64_t cols, DType dtype, std::ui
   return m;
 }
 
-Matrix Matrix::quantised(const Matrix& x) {
+Matrix Matrix::quantised(const Matrix& x, bool by_row) {
   Matrix m(x.rows_, x.cols_, DType::kF8E4M3);
+  const std::int64_t step = by_row ? m.groups() : 1;  // groups that share a scale
   for (std::int64_t r = 0; r < x.rows_; ++r) {
-    for (std::int64_t g = 0; g < m.groups(); ++g) {
+    for (std::int64_t g = 0; g < m.groups(); g += step) {
       const std::int64_t begin = r * x.cols_ + g * kQuantGroup;
-      const std::int64_t end = std::min(begin + kQuantGroup, (r + 1) * x.cols_);
+      const std::int64_t end = std::min(begin + step * kQuantGroup, (r + 1) * x.cols_);
       float amax = 0;
       for (std::int64_t i = begin; i < end; ++i) {
         // A NaN stays: nothing compares with it.
@@ -28,7 +29,7 @@ Matrix Matrix::quantised(const Matrix& x) {
       for (std::int64_t i = begin; i < end; ++i) {
         m.bytes_[static_cast<std::size_t>(i)] = std::byte{f32_to_f8e4m3(x.get(i) * s.inverse)};
       }
-      m.scales_[static_cast<std::size_t>(r * m.groups() + g)] = s.scale;
+      std::fill_n(m.scales_.begin() + r * m.groups() + g, step, s.scale);
     }
   }
   return m;
@@ -175,7 +176,7 @@ BatchResult empty_result(const LayerSpec& spec, const Batch& batch, int ranks, D
 MoeWeights weights_of_rank(MoeWeights weights, int rank, int num_ranks) {
   const auto num_experts = static_cast<int>(weights.experts.size());
   const ExpertRange own = own_experts(num_experts, rank, num_ranks);
-  for (int e = 0; e < num_experts && own.begin != own.end; ++e) {
+  for (int e = 0; e < num_experts; ++e) {
     if (e < own.begin || e >= own.end) weights.experts[static_cast<std::size_t>(e)] = {};
   }
   return weights;

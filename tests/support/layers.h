@@ -40,7 +40,13 @@ class Matrix {
   static Matrix random(std::int64_t rows, std::int64_t cols, DType dtype, std::uint64_t seed);
 
   // The activations that an FP8 layer makes of bf16 ones.
-  static Matrix quantised(const Matrix& x);
+  static Matrix quantised(const Matrix& x, bool by_row = false);
+  // Gives a group of 128 columns this scale in all rows, of a matrix with scales.
+  void set_scales_of_group(std::int64_t group, float scale) {
+    for (std::int64_t r = 0; r < rows_; ++r) {
+      scales_[static_cast<std::size_t>(r * groups() + group)] = scale;
+    }
+  }
 
   void set(std::int64_t i, float value) {
     const auto at = static_cast<std::size_t>(i);
@@ -172,8 +178,7 @@ extern template void forward_share(MoeLayer&, const Batch&, const Shares&, int, 
 
 BatchResult empty_result(const LayerSpec& spec, const Batch& batch, int ranks, DType output_dtype);
 
-// The weights that a rank needs: its own experts'. (Without any, all of them, by which
-// it is told what to compute in.)
+// The weights that a rank needs: its own experts'.
 MoeWeights weights_of_rank(MoeWeights weights, int rank, int num_ranks);
 
 // The batch through a fresh world of thread ranks.

@@ -70,12 +70,13 @@ class ThreadDevice final : public StagingDevice {
     copy(static_cast<std::byte*>(to), to_pitch, static_cast<const std::byte*>(from), from_pitch,
          rows);
   }
-  void enqueue_quantized(std::byte* to, std::size_t pitch, const MatrixView& x) override {
+  void enqueue_quantized(std::byte* to, std::size_t pitch, const MatrixView& x,
+                         bool by_row) override {
     Matrix rounded(x.rows, x.cols, DType::kBF16);
     for (std::int64_t i = 0; i < x.rows * x.cols; ++i) {
       rounded.set(i, element(x, i / x.cols * x.row_stride + i % x.cols));
     }
-    const Matrix quantised = Matrix::quantised(rounded);
+    const Matrix quantised = Matrix::quantised(rounded, by_row);
     const MatrixView rows = quantised.view();
     const std::size_t width = static_cast<std::size_t>(x.cols),
                       scales = static_cast<std::size_t>(rows.scale_stride) * sizeof(float);

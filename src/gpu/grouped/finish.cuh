@@ -40,6 +40,9 @@ struct TileOutput {
     }
     return static_cast<std::byte*>(call.y) + at * call.y_stride * size;
   }
+  // The scales of tokens in FP8, where each has one. Behind the last row's is room for those of
+  // kMostTileRows more.
+  __device__ const float* scales() const { return call.x_scales + packed; }
   __device__ float weight(std::uint32_t token) const {
     return token < task.rows ? __ldg(call.weights + packed + token) : 0.0f;
   }
@@ -120,6 +123,9 @@ __device__ __forceinline__ void finish_grouped(const GroupedParams& params,
   const TileTask& task = to.task;
   const Its places(task, group);
   const auto sum = [&](int i) -> float& { return Its::at(acc, i); };
+  if constexpr (kMakesCodes<C>) {
+    places.weigh(acc, [of = to.scales()](std::uint32_t token) { return __ldg(of + token); });
+  }
   if constexpr (kTokenMajor<C> || kVariant <= kMostSplitRows) {
     constexpr std::uint32_t kHalves = kGated ? 2 : 1;
     if (to.log2_splits != 0 &&

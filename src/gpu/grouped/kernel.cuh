@@ -37,6 +37,14 @@ struct MXFP4Grouped : MXFP4Tiles {
 struct INT4Grouped : INT4Tiles {
   static constexpr bool kMayGather = true;
 };
+// Rows have their scales in packed order, not in the ring: see finish_grouped(). They are always
+// prepared, because a row has one scale here.
+struct MXFP4FP8Grouped : MXFP4FP8Tiles {
+  static constexpr Numerics kNumerics{{DType::kF4E2M1, DType::kF8E4M3, 32},
+                                      {DType::kF8E4M3, DType::kF8E4M3, 0}};
+  static constexpr TileConfig kTile = MXFP4Tiles::kTile;
+  static constexpr bool kMayGather = true;
+};
 
 template <typename C>
 struct GroupedStorage {
@@ -149,6 +157,9 @@ struct RowsSink {
   const TileTask& task;
 
   __device__ void started() {}
+  __device__ CodeSteps code_steps(bool meets) const {
+    return gpu::code_steps(epilogue, task, math_group(), meets);
+  }
   __device__ void multiplied() {}
   template <int kVariant, typename Sums>
   __device__ __forceinline__ void finish(Sums& acc) {
@@ -200,6 +211,11 @@ __global__ void __launch_bounds__(kThreads, 1)
                        StageLayout<C>::bytes(height)};
       }
     }
+  }
+  const std::uint64_t* tables = nullptr;
+  if constexpr (kMakesCodes<C>) {
+    make_code_tables(block.scales.notes);
+    tables = block.scales.notes.tables;
   }
   __syncthreads();
   // From here on the blocks of a pair write into each other's memory.
@@ -265,7 +281,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
   } else {
     cutlass::arch::warpgroup_reg_alloc<C::kRegisters.math>();
-    const Epilogue<C> epilogue{params, params, params, block.staging.bytes, nullptr, nullptr};
+    const Epilogue<C> epilogue{params,  params,  params, block.staging.bytes,
+                               nullptr, nullptr, tables};
     while (tasks.next(task)) {
       OperandRegisters<kHoldsOperands<C>> weights;
       RowsSink<C, kGated, kActivates> sink{

@@ -44,8 +44,10 @@ struct GroupedRows {
 };
 
 struct GroupedCall : GroupedRows {
-  TokenMaps x_maps;       // over all rows of the input
-  const float* x_scales;  // [rows, scale_stride], of FP8 rows
+  TokenMaps x_maps;  // over all rows of the input
+  // [rows, scale_stride], of FP8 rows; or [rows] in packed order, where a row has one scale, with
+  // room for kMostTileRows more.
+  const float* x_scales;
   std::int64_t scale_stride;
   std::uint32_t gathers;         // 1: blocks copy the rows that index_in names
   const std::int32_t* index_in;  // [rows of the layout `in`] the rows of x
@@ -87,6 +89,7 @@ struct F16Grouped;
 struct FP8Grouped;
 struct MXFP4Grouped;
 struct INT4Grouped;
+struct MXFP4FP8Grouped;
 
 // Rows that have to be gathered, converted or quantised before they can be multiplied: into packed
 // order, in bf16 or fp16, or in E4M3 with scales.
@@ -101,7 +104,8 @@ struct PrepareCall : GroupedRows {
   int num_experts, columns;
   void* to;  // [rows, columns] of to_type: kBF16, kF16 or kF8E4M3
   DType to_type;
-  float* to_scales;  // [rows, groups of 128 columns], of kF8E4M3
+  float* to_scales;  // [rows, groups of 128 columns] or, if by_row, [rows], of kF8E4M3
+  bool by_row;       // all columns of a row share a scale
 };
 // Enqueues the call. `rows`: the most rows that it may have.
 cudaError_t prepare_rows(const PrepareCall& call, std::int64_t rows, int num_sms,

@@ -30,6 +30,26 @@ __device__ __forceinline__ uint4 load_codes(const PrepareCall& call, std::int64_
   return {words[0], words[1], words[2], words[3]};
 }
 
+// The scale that all columns of a row share. Called by all threads of the block.
+__device__ GroupScale scale_of_row(const PrepareCall& call, std::int64_t row) {
+  float most = 0;
+  if (call.type == DType::kF8E4M3) {
+    for (int column = 16 * static_cast<int>(threadIdx.x); row >= 0 && column < call.columns;
+         column += 16 * kPrepareThreads) {
+      const float scale = __ldg(call.x_scales + row * call.scale_stride + column / kQuantGroup);
+      most = at_least(most, fabsf(scale) * largest_code(load_codes(call, row, column)));
+    }
+  } else {
+    std::uint32_t pair = 0;
+    for (int column = 8 * static_cast<int>(threadIdx.x); column < call.columns;
+         column += 8 * kPrepareThreads) {
+      pair = larger_magnitudes(pair, largest_pair(columns_of(call, DType::kBF16, row, column)));
+    }
+    most = largest_magnitude(pair);
+  }
+  return group_scale(largest_of_block<kPrepareThreads>(most));
+}
+
 __global__ void __launch_bounds__(kPrepareThreads)
     prepare_kernel(const __grid_constant__ PrepareCall call) {
   __shared__ RowTable table;
@@ -54,14 +74,22 @@ __global__ void __launch_bounds__(kPrepareThreads)
       continue;
     }
     auto* const to = static_cast<std::uint8_t*>(call.to) + std::int64_t{r} * call.columns;
-    float* const scales = call.to_scales + std::int64_t{r} * groups;
+    const GroupScale of_row = call.by_row ? scale_of_row(call, row) : GroupScale{};
+    float* const scales = call.to_scales + std::int64_t{r} * (call.by_row ? 1 : groups);
+    if (call.by_row && threadIdx.x == 0) *scales = of_row.scale;
     if (call.type == DType::kF8E4M3) {
+      const float* const given = call.x_scales + row * call.scale_stride;
       for (int column = 16 * static_cast<int>(threadIdx.x); column < call.columns;
            column += 16 * kPrepareThreads) {
-        store_vector(to + column, row < 0 ? uint4{0, 0, 0, 0} : load_codes(call, row, column));
+        uint4 codes = row < 0 ? uint4{0, 0, 0, 0} : load_codes(call, row, column);
+        if (call.by_row && row >= 0) {
+          codes = rescale(codes, __ldg(given + column / kQuantGroup) * of_row.inverse);
+        }
+        store_vector(to + column, codes);
       }
-      for (int group = static_cast<int>(threadIdx.x); group < groups; group += kPrepareThreads) {
-        scales[group] = row < 0 ? 0 : __ldg(call.x_scales + row * call.scale_stride + group);
+      for (int group = static_cast<int>(threadIdx.x); !call.by_row && group < groups;
+           group += kPrepareThreads) {
+        scales[group] = row < 0 ? 0 : __ldg(given + group);
       }
       continue;
     }
@@ -69,11 +97,13 @@ __global__ void __launch_bounds__(kPrepareThreads)
     for (int first = 0; first < groups * kQuantGroup;
          first += static_cast<int>(kLaneColumns) * kPrepareThreads) {
       const int column = first + static_cast<int>(kLaneColumns * threadIdx.x);
+      const uint4 first_half = columns_of(call, DType::kBF16, row, column);
+      const uint4 second_half = columns_of(call, DType::kBF16, row, column + 8);
       float scale;
-      const uint4 codes = quantize_together(columns_of(call, DType::kBF16, row, column),
-                                            columns_of(call, DType::kBF16, row, column + 8), scale);
+      const uint4 codes = call.by_row ? quantize(first_half, second_half, of_row.inverse)
+                                      : quantize_together(first_half, second_half, scale);
       if (column < call.columns) store_vector(to + column, codes);
-      if (threadIdx.x % kGroupLanes == 0 && column < call.columns) {
+      if (!call.by_row && threadIdx.x % kGroupLanes == 0 && column < call.columns) {
         scales[column / kQuantGroup] = scale;
       }
     }

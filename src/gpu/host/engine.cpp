@@ -47,35 +47,37 @@ using HostRange = nvtx3::scoped_range_in<NvtxDomain>;
   throw Error(ErrorCode::kUnsupported, message);
 }
 
+// Chooses it on all ranks or none: others may have no reason to refuse, and would wait for this
+// one. A rank without experts has the kernel of the others.
 KernelEntry choose_kernel(const World& world, const LayerSpec& spec, const MoeWeights& weights,
                           const LayerOptions& options) {
-  validate(spec);
-  validate(options.placement, spec.num_experts);
-  const int places = options.placement.num_places(spec.num_experts);
-  validate(spec, weights, own_experts(places, world.rank(), world.size()), places);
-  const FfnWeights* given = nullptr;
-  for (const FfnWeights& expert : weights.experts) {
-    if (expert.up.empty()) continue;
-    require_multiplied(expert.up);
-    given = &expert;
-  }
-  const DType compute = resolve_compute(weights, options.compute);
-  // Weights that need fp32 are computed in bf16, unless the caller asked for fp32: that is refused.
-  const bool rounds = compute == DType::kF32 && !options.compute;
-  if (given != nullptr && is_four_bit(given->up.dtype)) {
-    require_boxes(given->up, compute, true);
-    return find_kernel(spec.activation, given->up.dtype, compute, options.diagnostics.trace);
-  }
-  const DType type = rounds ? DType::kBF16 : compute;
-  return find_kernel(spec.activation, type, type, options.diagnostics.trace);
-}
-
-// Chooses it on all ranks or none: others may have no reason to refuse, and would wait for this
-// one.
-KernelEntry choose_kernel_together(const World& world, const LayerSpec& spec,
-                                   const MoeWeights& weights, const LayerOptions& options) {
+  Fabric& fabric = world.fabric();
+  attempt_together(fabric, [&] {
+    validate(spec);
+    validate(options.placement, spec.num_experts);
+    const int places = options.placement.num_places(spec.num_experts);
+    validate(spec, weights, own_experts(places, world.rank(), world.size()), places);
+    for (const FfnWeights& expert : weights.experts) {
+      if (!expert.up.empty()) require_multiplied(expert.up);
+    }
+  });
+  const std::optional<DType> routed = agree_on_routed_type(fabric, weights);
+  const DType compute = agree_on_compute(fabric, weights, options.compute);
   KernelEntry kernel{};
-  attempt_together(world.fabric(), [&] { kernel = choose_kernel(world, spec, weights, options); });
+  attempt_together(fabric, [&] {
+    if (routed && is_four_bit(*routed)) {
+      for (const FfnWeights& expert : weights.experts) {
+        if (!expert.up.empty()) require_boxes(expert.up, compute);
+      }
+      kernel = find_kernel(spec.activation, *routed, compute, options.diagnostics.trace);
+      return;
+    }
+    // Weights that need fp32 are computed in bf16, unless the caller asked for fp32: that is
+    // refused.
+    const bool rounds = compute == DType::kF32 && !options.compute;
+    const DType type = rounds ? DType::kBF16 : compute;
+    kernel = find_kernel(spec.activation, type, type, options.diagnostics.trace);
+  });
   return kernel;
 }
 
@@ -184,7 +186,7 @@ Engine::Engine(const World& world, const LayerSpec& spec, const MoeWeights& weig
       weights_(weights),
       options_(options),
       device_(options.cuda.device),
-      kernel_(choose_kernel_together(world, spec, weights, options)),
+      kernel_(choose_kernel(world, spec, weights, options)),
       memory_(std::move(memory)) {
   if (world.size() > kMaxDeviceRanks) {
     unsupported(fmt::format("the world has {} ranks; the GPU engine runs on up to {}", world.size(),
@@ -505,7 +507,7 @@ void Engine::describe_low() {
   };
   const KernelEntry::Low& low = kernel_.low;
   describe(low_params_, low.storage, kLowRows, low.parts);
-  describe(tall_low_params_, low.tall_storage, kTallLowRows, low.tall_parts);
+  describe(tall_low_params_, low.tall_storage, low.tall_rows, low.tall_parts);
 }
 
 std::uint64_t Engine::patience_ns_for(std::int64_t tokens) const {
@@ -530,7 +532,8 @@ PassSizes Engine::pass_sizes() const {
   sizes.policy = policy();
   sizes.order = order_of(grid_, policy());
   if (low_grid_ != 0) {
-    sizes.low_rows = low_rows_here(options_.cuda.schedule, num_places(), world_.size());
+    sizes.low_rows =
+        low_rows_here(options_.cuda.schedule, kernel_.low.tall_rows, num_places(), world_.size());
   }
   sizes.num_ranks = world_.size();
   sizes.num_places = num_places();
@@ -623,10 +626,11 @@ void Engine::forward(const ForwardInput& input, const ForwardOutput& output) {
   const bool gives_routing = call.given_ids != nullptr || call.logits != nullptr;
   call.gated = (on_device_.gate.has_router() && !gives_routing) || spec_.shared_sigmoid_gate;
   const DeviceScope scope(device_);
-  const Launch launch = choose_launch(
-      options_.cuda.schedule, {x.rows, num_places(), spec_.top_k, world_.size(),
-                               policy().small_tokens, policy().small_logits, paired_grid_ >= kPair,
-                               low_tokens(input, call), kernel_.low.small != nullptr});
+  const Launch launch =
+      choose_launch(options_.cuda.schedule,
+                    {x.rows, num_places(), spec_.top_k, world_.size(), policy().small_tokens,
+                     policy().small_logits, paired_grid_ >= kPair, low_tokens(input, call),
+                     kernel_.low.small != nullptr, kernel_.low.tall_rows});
   const bool small = launch == Launch::kSmall || launch == Launch::kSmallLow;
   call.paired = launch == Launch::kPaired ? 1 : 0;
   const bool overlaps = x.rows > 1 && x.row_stride < spec_.hidden;
@@ -852,9 +856,8 @@ std::unique_ptr<LayerEngine> make_engine(const World& world, const LayerSpec& sp
                                          const MoeWeights& weights, const LayerOptions& options,
                                          std::shared_ptr<switchyard::PassMemory> memory) {
   const HostRange range{"make layer"};
-  const bool four_bits = std::ranges::any_of(
-      weights.experts, [](const FfnWeights& expert) { return is_four_bit(expert.up.dtype); });
-  if (!four_bits || spec.shared_intermediate == 0) {
+  const std::optional<DType> routed = agree_on_routed_type(world.fabric(), weights);
+  if (!routed || !is_four_bit(*routed) || spec.shared_intermediate == 0) {
     return make_fused(world, spec, weights, options, std::move(memory));
   }
   // A kernel multiplies experts of one type.

@@ -89,16 +89,19 @@ GroupedCut cut_of(const GroupedSchedule& schedule, const CutFacts& facts) {
   GroupedCut cut{facts.tile, kUsualStages, 1u << 20, 0};
   if (const auto rows = schedule.tile_rows) {
     const int most = cut.tile.max_height;
-    if (facts.scaled ? *rows != most && *rows != most / 2
-                     : *rows < static_cast<int>(kUnitRows) || *rows > most || *rows % 16 != 0) {
-      refuse_value("tile_rows", *rows,
-                   facts.scaled ? "64 or 128" : fmt::format("a multiple of 16 up to {}", most));
+    if (facts.token_major
+            ? *rows != most && *rows != most / 2
+            : *rows < static_cast<int>(kUnitRows) || *rows > most || *rows % 16 != 0) {
+      refuse_value(
+          "tile_rows", *rows,
+          facts.token_major ? "64 or 128" : fmt::format("a multiple of 16 up to {}", most));
     }
-    cut.tile.max_height = *rows;
     cut.tile.granule = std::min(cut.tile.granule, *rows);
+    // Heights that kernels have: a tile may be lower than asked, never higher.
+    cut.tile.max_height = *rows - *rows % cut.tile.granule;
   }
   if (const auto stages = schedule.stages) {
-    if (facts.scaled) {
+    if (facts.token_major) {
       throw Error(ErrorCode::kUnsupported,
                   "schedule.stages is given, but tiles in f8_e4m3 have 4 stages; leave it");
     }
@@ -119,7 +122,7 @@ GroupedCut cut_of(const GroupedSchedule& schedule, const CutFacts& facts) {
     const unsigned whole = std::bit_floor(facts.k_blocks);
     cut.log2_splits = static_cast<std::uint32_t>(
         std::countr_zero(std::min(static_cast<unsigned>(*splits), whole)));
-    if (cut.log2_splits != 0 && !facts.scaled) {
+    if (cut.log2_splits != 0 && !facts.token_major) {
       cut.tile.max_height = std::min(cut.tile.max_height, kMostSplitRows);
     }
   }

@@ -17,7 +17,7 @@ namespace switchyard::gpu {
 // The facts that a cut depends on beside the schedule.
 struct CutFacts {
   protocol::TileShape tile;  // the highest
-  bool scaled;               // FP8
+  bool token_major;          // tiles of FP8
   std::uint32_t k_blocks;    // stages of a token
 };
 // Returns the cut of a schedule; the rules decide what it leaves open. Throws

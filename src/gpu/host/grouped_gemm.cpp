@@ -44,19 +44,30 @@ GroupedEntry entry_of(const GroupedGemmSpec& spec) {
   return spec.epilogue->gated ? grouped_entry<C, true, true>() : grouped_entry<C, false, true>();
 }
 
-// Finds a compiled kernel. `type`: that of four-bit weights, else the one that is computed in.
-GroupedEntry entry_of(const GroupedGemmSpec& spec, DType type) {
-  std::string types;
-#define SWITCHYARD_GROUPED(config, its_type)             \
-  if (type == (its_type)) return entry_of<config>(spec); \
-  types += (types.empty() ? "" : ", ") + std::string(to_string(its_type));
+// The types that a kernel is compiled for.
+struct KernelTypes {
+  DType weights;  // if they are of four bits; else as computed in
+  DType compute;
+  bool operator==(const KernelTypes&) const = default;
+  std::string text() const {
+    if (weights == compute) return std::string(to_string(compute));
+    return fmt::format("{} of {}", to_string(compute), to_string(weights));
+  }
+};
+
+// Finds a compiled kernel.
+GroupedEntry entry_of(const GroupedGemmSpec& spec, const KernelTypes& types) {
+  std::string compiled;
+#define SWITCHYARD_GROUPED(config, weights, compute)                         \
+  if (types == KernelTypes{weights, compute}) return entry_of<config>(spec); \
+  compiled += (compiled.empty() ? "" : ", ") + KernelTypes{weights, compute}.text();
 #include "gpu/grouped_list.inc"
 #undef SWITCHYARD_GROUPED
   unsupported(
       fmt::format("GroupedGemm computes in {} here, and on the GPU this build has kernels for {}; "
                   "set compute to one of them, use Backend::kCpu, or see "
                   "SWITCHYARD_GPU_GROUPED_TYPES in src/gpu/CMakeLists.txt",
-                  to_string(type), types));
+                  types.text(), compiled));
 }
 
 // Returns an expert's matrix as a layer has it: gate and up with an activation, else down.
@@ -152,7 +163,12 @@ struct GroupedGemmEngine::State {
 
   State(const GroupedGemmSpec& its, const GroupedSchedule& how, int on, const GroupedEntry& kernel)
       : spec(its), schedule(how), device(on), entry(kernel) {}
-  bool scaled() const { return entry.numerics.scaled(); }
+  bool token_major() const { return entry.tile.orientation == Orientation::kTokenMajor; }
+  // The scales of a row in FP8.
+  int scales_of_row() const {
+    if (entry.numerics.makes_codes()) return 1;
+    return entry.numerics.scaled() ? protocol::ceil_div(spec.k, kQuantGroup) : 0;
+  }
   // The number of sums that an output row has.
   std::int64_t width() const { return std::int64_t{params.columns} * (params.up_at != 0 ? 2 : 1); }
   void choose_schedule(const tuner::Table* table, int num_sms);
@@ -191,9 +207,9 @@ const GroupedGemmEngine::State::Room& GroupedGemmEngine::State::room_for(std::ve
 
 // Chooses the schedule: the caller's values or the rules', and a table's configurations.
 void GroupedGemmEngine::State::choose_schedule(const tuner::Table* table, int num_sms) {
-  const CutFacts facts{entry.tile.token_rows, scaled(), params.k_blocks};
+  const CutFacts facts{entry.tile.token_rows, token_major(), params.k_blocks};
   params.cut = cut_of(schedule, facts);
-  params.may_halve = scaled() && !schedule.tile_rows && params.cut.log2_splits == 0;
+  params.may_halve = token_major() && !schedule.tile_rows && params.cut.log2_splits == 0;
   if (schedule.paired.value_or(false) && blocks < kPair) {
     unsupported("schedule.paired is true, but there is one multiprocessor; leave it");
   }
@@ -265,7 +281,7 @@ void GroupedGemmEngine::State::describe_rows(const GroupedInput& input, GroupedC
   // block would copy the rows that both share.
   const bool in_place = !input.index.empty() && call.paired == 0;
   const bool as_they_are = x.dtype == entry.numerics.token.storage &&
-                           (input.index.empty() || in_place) &&
+                           !entry.numerics.makes_codes() && (input.index.empty() || in_place) &&
                            reinterpret_cast<std::uintptr_t>(x.data) % 16 == 0 &&
                            (x.rows <= 1 || (x.row_stride > 0 && x.row_stride * element % 16 == 0));
   if (as_they_are) {
@@ -291,8 +307,8 @@ void GroupedGemmEngine::State::describe_rows(const GroupedInput& input, GroupedC
         const auto columns = static_cast<std::size_t>(spec.k),
                    count = static_cast<std::size_t>(rows);
         its.data = DeviceBuffer(count * columns * static_cast<std::size_t>(element));
-        if (!scaled()) return;
-        its.more = DeviceBuffer(count * protocol::ceil_div<std::size_t>(columns, kQuantGroup) *
+        its.more = DeviceBuffer((count * static_cast<std::size_t>(scales_of_row()) +
+                                 (scales_of_row() == 1 ? kMostTileRows : 0)) *
                                 sizeof(float));
       });
   PrepareCall prepare{};
@@ -309,21 +325,22 @@ void GroupedGemmEngine::State::describe_rows(const GroupedInput& input, GroupedC
   prepare.to = room.data.data();
   prepare.to_type = entry.numerics.token.storage;
   prepare.to_scales = reinterpret_cast<float*>(room.more.data());
+  prepare.by_row = entry.numerics.makes_codes();
   SWITCHYARD_CUDA(prepare_rows(prepare, rows, static_cast<int>(blocks),
                                static_cast<cudaStream_t>(input.stream)));
   call.in = RowLayout::packed();
   call.x_maps = token_maps(room.data.data(), element, room.rows, spec.k, spec.k);
   call.x_scales = prepare.to_scales;
-  call.scale_stride = protocol::ceil_div(spec.k, kQuantGroup);
+  call.scale_stride = scales_of_row();
 }
 
 GroupedGemmEngine::GroupedGemmEngine(const GroupedGemmSpec& spec, const GroupedGemmWeights& weights,
                                      DType compute, const GroupedGemmOptions& options) {
   const int device = checked_device(options);
   const MatrixView& one = weights.matrices.front();
-  if (is_four_bit(one.dtype)) require_boxes(one, compute, false);
-  const DType type = is_four_bit(one.dtype) ? one.dtype : compute;
-  const GroupedEntry entry = entry_of(spec, type);
+  if (is_four_bit(one.dtype)) require_boxes(one, compute);
+  const GroupedEntry entry =
+      entry_of(spec, {is_four_bit(one.dtype) ? one.dtype : compute, compute});
   require_multiple("k", spec.k, entry.numerics.alignment());
   require_multiple("the number of output columns", spec.output_columns(), 8);
   const DeviceScope scope(device);

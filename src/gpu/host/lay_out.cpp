@@ -40,7 +40,7 @@ void require_elements(const MatrixView& m) {
 
 }  // namespace
 
-void require_boxes(const MatrixView& m, DType compute, bool makes_codes) {
+void require_boxes(const MatrixView& m, DType compute) {
   const auto refuse = [&](const std::string& why) {
     throw Error(ErrorCode::kUnsupported,
                 fmt::format("weights are {}, and {}; use the backend cpu, or convert the weights "
@@ -48,10 +48,9 @@ void require_boxes(const MatrixView& m, DType compute, bool makes_codes) {
                             to_string(m.dtype), why));
   };
   const bool float4 = m.dtype == DType::kF4E2M1;
-  makes_codes = makes_codes && float4;
-  if (compute != DType::kBF16 && !(makes_codes && compute == DType::kF8E4M3)) {
+  if (compute != DType::kBF16 && !(float4 && compute == DType::kF8E4M3)) {
     refuse(fmt::format("kernels for GPUs multiply them with tokens in bf16{}, not {}",
-                       makes_codes ? " or f8_e4m3" : "", to_string(compute)));
+                       float4 ? " or f8_e4m3" : "", to_string(compute)));
   }
   if (float4) return;
   if (m.scale_dtype != DType::kBF16) {

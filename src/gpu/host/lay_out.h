@@ -18,7 +18,7 @@ void require_multiplied(const MatrixView& matrix);
 // Throws Error{kUnsupported} for weights of four bits that kernels do not multiply with tokens in
 // `compute`: bf16, or of MXFP4 f8_e4m3 if the kernels make E4M3 of codes; of INT4 only bf16 scales
 // without zero points.
-void require_boxes(const MatrixView& matrix, DType compute, bool makes_codes);
+void require_boxes(const MatrixView& matrix, DType compute);
 
 // A copy of one matrix into rows of another type. Pointers are device pointers.
 struct MatrixCopy {

@@ -367,7 +367,8 @@ std::shared_ptr<switchyard::PassMemory> make_memory(const World& world,
       sizes.has_shared = spec.shared_intermediate > 0;
       // (In bf16 that is all that kernels for weights of four bits want beside those of others.)
       if (kernel.low.large != nullptr || options.compute == DType::kBF16) {
-        sizes.low_rows = low_rows_here({}, spec.num_experts, world.size());
+        const int tall = kernel.low.large != nullptr ? kernel.low.tall_rows : kTallLowRows;
+        sizes.low_rows = low_rows_here({}, tall, spec.num_experts, world.size());
       }
       const auto padded = [&](int rows) {
         return protocol::round_up(rows, sizes.policy.numerics.alignment());

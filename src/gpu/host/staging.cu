@@ -140,7 +140,8 @@ class Staging final : public StagingDevice {
     enqueue_rows({to, to_pitch}, {const_cast<void*>(from), from_pitch}, {0, rows.count},
                  rows.width);
   }
-  void enqueue_quantized(std::byte* to, std::size_t pitch, const MatrixView& x) override {
+  void enqueue_quantized(std::byte* to, std::size_t pitch, const MatrixView& x,
+                         bool by_row) override {
     if (x.rows == 0) return;
     const DeviceScope scope(device_);
     QuantizeCall call{};
@@ -151,6 +152,7 @@ class Staging final : public StagingDevice {
     call.x_stride = x.row_stride;
     call.to = reinterpret_cast<std::uint8_t*>(to);
     call.to_bytes = static_cast<std::int64_t>(pitch);
+    call.by_row = by_row;
     SWITCHYARD_CUDA(launch_quantize(call, stream_of_copies()));
   }
   void lend(std::byte* data, std::size_t bytes) override { lent_.emplace_back(data, bytes); }

@@ -64,8 +64,8 @@
 //                  passes: 2, from its math warpgroups): h of tile t is        to reuse t's slot
 //                  written
 //   parts_stored   small passes in FP8, and weights of four bits times FP8:    nobody: the last one
-//                  1 per part of a group of columns of h that is written in    quantizes the group
-//                  bf16; gemm1_done then counts whole groups
+//                  1 per part of what shares a scale that is written in bf16,  quantizes it
+//                  128 columns of h or all; gemm1_done then counts all of that
 //   gemm2_done[t]  counted as gemm1_done: cells of tile t are written          combine; tokens and
 //                                                                              pack, to reuse t's h
 //   sent[e]        8 per row of another rank's expert: the row is sent         the last sender
@@ -139,7 +139,7 @@ __device__ __forceinline__ void describe_pass(const Pass<P>& pass) {
   state.route.x =
       pass.call.converts ? pass.layer.converted : static_cast<const std::uint16_t*>(pass.call.x);
   state.route.x_stride = pass.call.converts ? pass.layer.hidden : pass.call.x_stride;
-  if (kScaled<P> && pass.call.x_type == DType::kF8E4M3) {
+  if (kScaled<P> && !kRowScales<P> && pass.call.x_type == DType::kF8E4M3) {
     state.rows.rows = static_cast<const std::byte*>(pass.call.x);
     state.rows.row_bytes = pass.call.x_stride;
     state.rows.row_scales = pass.call.x_scales;
@@ -257,11 +257,7 @@ __global__ void __launch_bounds__(kThreads, P::kBlocksPerSM)
     std::uint32_t* const routed = pass.ranks().routed_rows();
     for (int e = threadIdx.x; e < layer.num_experts; e += kThreads) routed[e] = 0;
   }
-  if constexpr (kMakesCodes<P>) {
-    if (threadIdx.x < kCodeTables) {
-      block.quantized.notes.tables[threadIdx.x] = kTablesOfSteps.of_step[threadIdx.x];
-    }
-  }
+  if constexpr (kMakesCodes<P>) make_code_tables(block.quantized.notes);
   await_kernel_before();
   if (threadIdx.x == kThreads - 1) begin_life(pass);  // it has nothing else to do
   __syncthreads();
@@ -316,6 +312,7 @@ KernelEntry::Low low_entry() {
         layer_kernel<Low, kSilu, kGated>,
         layer_kernel<TallLow, kSilu, kGated>,
         Low::kBlocksPerSM,
+        kTallRows<Large>,
         static_cast<int>(kStageParts<Low>),
         static_cast<int>(kStageParts<TallLow>),
         static_cast<std::uint32_t>(std::max(kSharedBytes<Low>, kSharedBytes<TallLow>)),

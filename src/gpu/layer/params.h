@@ -72,8 +72,8 @@ struct KernelEntry {
   // For passes whose tiles are all low; null where there are none. The storage is of large ones, of
   // layers with up to kUsualExperts places.
   struct Low {
-    LayerKernel small, large, tall;        // small: null where small passes are not low
-    int blocks_per_sm, parts, tall_parts;  // parts: see kStageParts
+    LayerKernel small, large, tall;                   // small: null where small passes are not low
+    int blocks_per_sm, tall_rows, parts, tall_parts;  // parts: see kStageParts
     std::uint32_t shared_bytes;
     LargeStorage storage, tall_storage;
   } low;

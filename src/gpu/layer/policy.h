@@ -64,8 +64,10 @@ struct FourBitPolicy : Tiles, LargePass {
 struct MXFP4Policy : FourBitPolicy<MXFP4Tiles> {};
 struct INT4Policy : FourBitPolicy<INT4Tiles> {};
 
-// Two blocks' columns of h share a scale, so h is stored in bf16 first, behind its codes.
+// All columns of h share a scale, so h is stored in bf16 first, behind its codes.
 struct MXFP4FP8Policy : MXFP4FP8Tiles, LargePass {
+  static constexpr bool kTiesOperands = true;
+  static constexpr std::uint32_t kRingBytes = 188 * 1024;
   static constexpr Publisher kPublisher = Publisher::kMath;
   static constexpr std::uint32_t kHiddenStretch = 3;
   static constexpr std::uint32_t kStagesAhead = 6;
@@ -134,9 +136,12 @@ struct LowPass : P {
   static constexpr RoleRegisters kRegisters{.loading = launch_registers(kBlocksPerSM) - 2 * kMoved,
                                             .math = launch_registers(kBlocksPerSM) + kMoved};
 };
-// The same with tiles of up to twice as many tokens.
+// The same with tiles of more tokens. Those in FP8 are half as many bytes, in whose stages there is
+// room for twice as many.
 template <typename P>
-using TallLowPass = LowPass<P, kTallLowRows, kMakesCodes<P> ? 1 : kTallLowParts>;
+inline constexpr int kTallRows = kMakesCodes<P> ? 2 * kTallLowRows : kTallLowRows;
+template <typename P>
+using TallLowPass = LowPass<P, kTallRows<P>, kMakesCodes<P> ? 1 : kTallLowParts>;
 template <typename P>
 struct SmallLowPass : SmallChoices<LowPass<P>> {
   static constexpr std::uint32_t kStagesTogether = 1, kStagesAhead = 1;

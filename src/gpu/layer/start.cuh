@@ -193,7 +193,12 @@ __device__ __forceinline__ void gate_and_quantize(const Pass<P>& pass, bool math
   const auto quantize = [&] {
     if constexpr (kScaled<P>) {
       if (quantizes) {
-        quantize_activations(pass.layer, pass.layer, pass.block.pass.route, pass.call.tokens);
+        if constexpr (kRowScales<P>) {
+          quantize_activations_by_row<P>(pass.layer, pass.layer, pass.call, pass.block.pass.route,
+                                         pass.call.tokens);
+        } else {
+          quantize_activations(pass.layer, pass.layer, pass.block.pass.route, pass.call.tokens);
+        }
       }
     }
   };
@@ -237,7 +242,7 @@ class PassStart {
       : pass_(pass),
         warp_(warp),
         math_(warp >= kWarpgroup / 32),
-        quantizes_(kScaled<P> && pass.call.x_type != DType::kF8E4M3),
+        quantizes_(kRowScales<P> || (kScaled<P> && pass.call.x_type != DType::kF8E4M3)),
         shares_(gates() || (kOwn && quantizes_)),
         router_(kOwn                    ? warp
                 : math_                 ? warp - kWarpgroup / 32

@@ -83,7 +83,7 @@ LargeStorage usual_storage() {
 // counts of the block's tokens' rows, which are set to 0 earlier, are in the place of source_begin
 // in the usual tables.
 template <typename P>
-constexpr std::uint32_t kRingOfMany = (kRingBytes - place_tables(0, kMaxDeviceExperts).end) / 1024 *
+constexpr std::uint32_t kRingOfMany = (kRing<P> - place_tables(0, kMaxDeviceExperts).end) / 1024 *
                                       1024;
 template <typename P>
 LargeStorage storage_of_many() {

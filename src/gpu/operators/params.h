@@ -79,6 +79,7 @@ struct QuantizeCall {
   std::int64_t x_stride;  // in elements
   std::uint8_t* to;
   std::int64_t to_bytes;
+  bool by_row;  // all groups of a row have the same scale
 };
 
 struct TopkCall {

@@ -62,22 +62,30 @@ __device__ __forceinline__ std::uint32_t larger_magnitudes(std::uint32_t a, std:
   asm("max.NaN.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
   return larger;
 }
+// The pair of the larger magnitudes among four pairs.
+__device__ __forceinline__ std::uint32_t largest_pair(const uint4& v) {
+  return larger_magnitudes(larger_magnitudes(v.x, v.y), larger_magnitudes(v.z, v.w));
+}
 // The larger magnitude of a pair's two numbers.
 __device__ __forceinline__ float largest_magnitude(std::uint32_t pair) {
   return fabsf(low_half(larger_magnitudes(pair, pair >> 16)));
 }
 
-// The E4M3 codes of two pairs of bf16 numbers, multiplied by `inverse`.
-__device__ __forceinline__ std::uint32_t quantize(std::uint32_t a, std::uint32_t b, float inverse) {
+// The E4M3 codes of four numbers, rounded to nearest even, saturating.
+__device__ __forceinline__ std::uint32_t e4m3_codes(float a, float b, float c, float d) {
   std::uint32_t codes;
   asm("{\n .reg .b16 low, high;\n"
       " cvt.rn.satfinite.e4m3x2.f32 low, %2, %1;\n"
       " cvt.rn.satfinite.e4m3x2.f32 high, %4, %3;\n"
       " mov.b32 %0, {low, high};\n}"
       : "=r"(codes)
-      : "f"(low_half(a) * inverse), "f"(high_half(a) * inverse), "f"(low_half(b) * inverse),
-        "f"(high_half(b) * inverse));
+      : "f"(a), "f"(b), "f"(c), "f"(d));
   return codes;
+}
+// The E4M3 codes of two pairs of bf16 numbers, multiplied by `inverse`.
+__device__ __forceinline__ std::uint32_t quantize(std::uint32_t a, std::uint32_t b, float inverse) {
+  return e4m3_codes(low_half(a) * inverse, high_half(a) * inverse, low_half(b) * inverse,
+                    high_half(b) * inverse);
 }
 __device__ __forceinline__ uint4 quantize(const uint4& first, const uint4& second, float inverse) {
   return {quantize(first.x, first.y, inverse), quantize(first.z, first.w, inverse),
@@ -94,6 +102,29 @@ __device__ __forceinline__ uint2 f16_of_codes(std::uint32_t codes) {
       : "=r"(values.x), "=r"(values.y)
       : "r"(codes));
   return values;
+}
+// The largest magnitude of sixteen E4M3 codes; NaN if one is. (Without their signs, codes are in
+// the order of their magnitudes, and NaN's is the last.)
+__device__ __forceinline__ float largest_code(const uint4& codes) {
+  std::uint32_t most = 0;
+#pragma unroll
+  for (const std::uint32_t word : {codes.x, codes.y, codes.z, codes.w}) {
+    most = __vmaxu4(most, word & 0x7f7f7f7fu);
+  }
+  most = __vmaxu4(most, most >> 16);
+  const std::uint32_t values = f16_of_codes(__vmaxu4(most, most >> 8)).x;
+  return __low2float(reinterpret_cast<const __half2&>(values));
+}
+// Four E4M3 codes of numbers that are `ratio` times those of four.
+__device__ __forceinline__ std::uint32_t rescale(std::uint32_t codes, float ratio) {
+  const uint2 values = f16_of_codes(codes);
+  const float2 low = __half22float2(reinterpret_cast<const __half2&>(values.x));
+  const float2 high = __half22float2(reinterpret_cast<const __half2&>(values.y));
+  return e4m3_codes(low.x * ratio, low.y * ratio, high.x * ratio, high.y * ratio);
+}
+__device__ __forceinline__ uint4 rescale(const uint4& codes, float ratio) {
+  return {rescale(codes.x, ratio), rescale(codes.y, ratio), rescale(codes.z, ratio),
+          rescale(codes.w, ratio)};
 }
 
 }  // namespace switchyard::gpu

@@ -169,8 +169,8 @@ inline constexpr std::uint32_t kGateBoxBytes = kGateBoxRows * kStageRowBytes;
 template <typename P>
 __device__ __forceinline__ void many_logits(const Gate<P>& gate) {
   using Unit = GateUnit<P>;
-  constexpr std::uint32_t kStages = kGateStages, kStageBytes = (1 + kMathGroups) * kGateBoxBytes;
-  static_assert(kStages * kStageBytes <= kRingBytes);
+  constexpr std::uint32_t kStageBytes = (1 + kMathGroups) * kGateBoxBytes;
+  constexpr std::uint32_t kStages = std::min<std::uint32_t>(kGateStages, kRing<P> / kStageBytes);
   const RouterParams& router = gate.router;
   const std::uint32_t tokens = gate.tokens;
   const auto columns = static_cast<std::uint32_t>(router.gate_columns);

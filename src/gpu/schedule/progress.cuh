@@ -44,8 +44,9 @@ struct Progress {
   __device__ std::uint32_t* packed(std::uint32_t tile) const {
     return life.state.words.packed(table.shape.num_experts, table.layer.max_tiles) + tile;
   }
-  // Counts the stored parts of a group of 128 columns of the tile's h, in four bits of the word.
-  // Only passes that quantize stored rows use it.
+  // Counts the stored parts of a group of 128 columns of the tile's h, in four bits of the word; or
+  // all parts of the tile's h, in the first group's word, where they share a scale. Only passes
+  // that quantize stored rows use it.
   __device__ std::uint32_t* parts_stored(std::uint32_t tile, std::uint32_t group) const {
     return life.state.words.parts_stored(table.shape.num_experts, table.layer.max_tiles) +
            tile * hidden.group_words + group / PassWords::kGroupsOfWord;
@@ -70,10 +71,11 @@ struct Progress {
   // True if each task of GEMM2 quantizes the h that it needs from bf16, for itself and at once.
   // With so little h this takes less time than finding out which warpgroup stored last.
   __device__ bool quantizes_late() const {
-    return kQuantizesStoredRows<P> && kGathers<P> && tokens <= kLateRows &&
+    return kQuantizesStoredRows<P> && !kRowScales<P> && kGathers<P> && tokens <= kLateRows &&
            hidden.h_groups <= kLateStages;
   }
-  // True if the last warpgroup that stores a part of a group quantizes the group and tells of it.
+  // True if the last warpgroup that stores a part of what shares a scale quantizes all of it, and
+  // tells of it.
   __device__ bool quantizes_together() const {
     return kQuantizesStoredRows<P> && !quantizes_late();
   }

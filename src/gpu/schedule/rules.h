@@ -34,24 +34,27 @@ struct LaunchFacts {
   // The most tokens of any rank: over ranks what all have promised. Empty: the kernels for low
   // passes do not take the call.
   std::optional<std::int64_t> low_tokens;
-  bool small_low = true;  // there is a kernel for small low passes
+  bool small_low = true;         // there is a kernel for small low passes
+  int tall_rows = kTallLowRows;  // the most of the higher tiles of low passes
 };
 
 // Two blocks that share the tokens of a tile read a third less from the L2 cache. Below about so
 // many rows per expert that saves less than the 2 us that a launch of clusters costs.
 inline constexpr int kPairedRows = 96;
 
-// The most rows per expert of a pass whose tiles have up to kLowRows, and of one whose tiles have
-// up to kTallLowRows, over all ranks. Beyond, experts have so many tiles that higher ones take less
-// time.
-inline constexpr int kLowRowsPerExpert = 11, kTallLowRowsPerExpert = 26;
-// The most rows of either.
-constexpr std::int64_t most_low_rows(const Schedule& asked, int num_experts) {
-  return std::int64_t{asked.low_rows.value_or(kTallLowRowsPerExpert)} * num_experts;
+// The most rows per expert of a pass whose tiles have up to kLowRows, over all ranks. Beyond,
+// experts have so many tiles that higher ones take less time. The same holds beyond 26 rows of low
+// passes whose higher tiles have up to 32, and twice as many of twice as high tiles.
+inline constexpr int kLowRowsPerExpert = 11;
+constexpr int low_rows_per_expert(int tall_rows) { return 26 * tall_rows / kTallLowRows; }
+// The most rows of any low pass.
+constexpr std::int64_t most_low_rows(const Schedule& asked, int tall_rows, int num_experts) {
+  return std::int64_t{asked.low_rows.value_or(low_rows_per_expert(tall_rows))} * num_experts;
 }
 // The most rows that a low pass may have on this rank: another one may break its promise.
-constexpr std::int64_t low_rows_here(const Schedule& asked, int num_experts, int num_ranks) {
-  const std::int64_t most = most_low_rows(asked, num_experts);
+constexpr std::int64_t low_rows_here(const Schedule& asked, int tall_rows, int num_experts,
+                                     int num_ranks) {
+  const std::int64_t most = most_low_rows(asked, tall_rows, num_experts);
   return num_ranks == 1 || most == 0 ? most : std::numeric_limits<std::int64_t>::max();
 }
 
@@ -65,7 +68,7 @@ constexpr Launch choose_launch(const Schedule& asked, const LaunchFacts& facts) 
   if (facts.low_tokens) {
     const std::int64_t rows = *facts.low_tokens * facts.num_ranks * facts.top_k;
     const bool low = rows <= std::int64_t{kLowRowsPerExpert} * facts.num_experts;
-    if (rows <= most_low_rows(asked, facts.num_experts)) {
+    if (rows <= most_low_rows(asked, facts.tall_rows, facts.num_experts)) {
       if (small && facts.small_low && (low || asked.low_rows)) return Launch::kSmallLow;
       if (!small) return low ? Launch::kLow : Launch::kTallLow;
     }

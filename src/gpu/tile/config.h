@@ -40,6 +40,9 @@ struct TileConfig {
   constexpr int max_height() const { return token_rows.max_height; }
 };
 
+// The scale group of tokens with one scale for all columns.
+inline constexpr int kWholeRow = 1 << 30;
+
 // One side of the products: weights or tokens.
 struct Operand {
   // The elements in memory and in the ring. Those of four bits come in boxes: see tile/four_bit.h.
@@ -62,7 +65,7 @@ struct Numerics {
   constexpr bool scaled() const { return token.scale_group != 0; }
   constexpr bool four_bit() const { return is_four_bit(weight.storage); }
   // Weights of four bits become E5M2 on their way to the matrix instruction.
-  constexpr bool makes_codes() const { return four_bit() && scaled(); }
+  constexpr bool makes_codes() const { return four_bit() && token.compute == DType::kF8E4M3; }
   constexpr int weight_bytes() const { return weight.element_bytes(); }
   constexpr int weight_bits() const { return four_bit() ? 4 : 8 * weight_bytes(); }
   constexpr int token_bytes() const { return token.element_bytes(); }
@@ -163,6 +166,11 @@ inline constexpr std::uint32_t kWeightScales = 4, kScaleSets = 2;
 template <typename C>
 inline constexpr bool kMakesCodes = C::kNumerics.makes_codes();
 
+// True if all columns of a token share a scale, and all of its h: the matrix unit then sums all
+// products of a tile, which are scaled at its end. In memory all groups have that scale.
+template <typename C>
+inline constexpr bool kRowScales = C::kNumerics.token.scale_group == kWholeRow;
+
 // True if something else may take the end of the ring for as long as the kernel runs. The number of
 // stages is then a parameter of the launch.
 template <typename C>
@@ -182,7 +190,7 @@ inline constexpr bool kFewRegisters = [] {
 
 // True if operands of four-bit weights stay in registers from one tile to the next.
 template <typename C>
-inline constexpr bool kHoldsOperands = kFourBit<C> && !kMakesCodes<C>;
+inline constexpr bool kHoldsOperands = kFourBit<C> && !(kMakesCodes<C> && kFewRegisters<C>);
 // True if the tiles of all heights make the operands of four-bit weights in the same registers; see
 // OperandRegisters.
 template <typename C>

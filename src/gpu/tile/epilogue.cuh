@@ -34,10 +34,14 @@ struct ScaleNotes<true> {
   // See code_table(). The last byte of their address is 0.
   alignas(256) std::uint64_t tables[kCodeTables];
 };
-template <typename C, bool = kScaled<C>>
+template <typename C, bool = kScaled<C>, bool = kMakesCodes<C>>
 struct ScaleMemory {};
 template <typename C>
-struct ScaleMemory<C, true> {
+struct ScaleMemory<C, false, true> {
+  ScaleNotes<true> notes;
+};
+template <typename C, bool kCodes>
+struct ScaleMemory<C, true, kCodes> {
   ScaleNotes<kMakesCodes<C>> notes;
   alignas(16) std::byte
       scales[StageLayout<C>::count(C::kTile.token_rows.least) * StageLayout<C>::kScaleBytes];

@@ -36,7 +36,7 @@ __device__ __forceinline__ void finish_products(const Epilogue<C>& epilogue, con
   const auto apply = [&](const float* gate, const float* up, auto op) {
     if (up != nullptr) places.apply(gate + row0, up + row0, intermediate, acc, op);
   };
-  if constexpr (kScaled<C>) {
+  if constexpr (kScaled<C> || kMakesCodes<C>) {
     apply(ffn.gate_scale, ffn.up_scale, [](float v, float scale) { return v * scale; });
   }
   apply(ffn.gate_bias, ffn.up_bias, [](float v, float bias) { return v + bias; });
@@ -83,7 +83,7 @@ __device__ __forceinline__ void finish_sums(const Epilogue<C>& epilogue, const T
     Places<kVariant, false, C>(task, group)
         .apply(nullptr, vector + static_cast<std::size_t>(task.expert) * hidden, hidden, acc, op);
   };
-  if constexpr (kScaled<C>) {
+  if constexpr (kScaled<C> || kMakesCodes<C>) {
     apply(ffn.down_scale, [](float v, float scale) { return v * scale; });
   }
   apply(biased ? ffn.down_bias : nullptr, [](float v, float bias) { return v + bias; });

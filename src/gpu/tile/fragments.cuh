@@ -158,9 +158,19 @@ __device__ __forceinline__ std::uint32_t look_up(const uint2& table, std::uint32
   return bytes;
 }
 
+// a | (b & 0x80808080), into a register that keeps its number if `go` is 0, which it never is.
+__device__ __forceinline__ void sign_into(std::uint32_t& to, std::uint32_t a, std::uint32_t b,
+                                          std::uint32_t go) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.u32 p, %3, 0;\n@p lop3.b32 %0, %1, %2, 0x80808080, 0xf8;\n}"
+      : "+r"(to)
+      : "r"(a), "r"(b), "r"(go));
+}
+
 // The operands of the box's two instructions.
+template <typename Assign>
 __device__ __forceinline__ void make_code_fragments(const BoxWords& words, const CodeSteps& steps,
-                                                    Fragments& to) {
+                                                    Fragments& to, Assign&& assign) {
   const std::uint32_t codes[] = {words.codes.x, words.codes.y, words.codes.z, words.codes.w};
   // In each byte the offset of a table, which takes the place of the last byte of the tables'
   // address.
@@ -177,10 +187,17 @@ __device__ __forceinline__ void make_code_fragments(const BoxWords& words, const
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const std::uint32_t word = codes[2 * group + i], magnitudes = word & 0x77777777u;
-      to[group][2 * i] = look_up(tables[0], magnitudes) | (word & 0x80808080u);
-      to[group][2 * i + 1] = look_up(tables[1], magnitudes >> 16) | (word << 4 & 0x80808080u);
+      assign(to[group][2 * i], look_up(tables[0], magnitudes), word);
+      assign(to[group][2 * i + 1], look_up(tables[1], magnitudes >> 16), word << 4);
     }
   }
+}
+__device__ __forceinline__ void make_code_fragments(const BoxWords& words, const CodeSteps& steps,
+                                                    Fragments& to) {
+  make_code_fragments(words, steps, to,
+                      [](std::uint32_t& made, std::uint32_t bytes, std::uint32_t signs) {
+                        made = bytes | (signs & 0x80808080u);
+                      });
 }
 
 }  // namespace switchyard::gpu

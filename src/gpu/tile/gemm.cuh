@@ -28,7 +28,7 @@ __device__ __forceinline__ void gemm_tile(const TilePipeline<C>& pipeline, const
     float acc[N / 2];
     if constexpr (kMakesCodes<C>) {
       multiply_as_codes<N>(pipeline, k_blocks, place, math_group(), sink.code_steps(meets), started,
-                           acc);
+                           weights, acc);
     } else if constexpr (kStageParts<C> != 1) {
       // The tile has as many eights of tokens as N has, or one less.
       constexpr int kEights = N / 8;

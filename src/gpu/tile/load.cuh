@@ -276,8 +276,10 @@ __device__ __forceinline__ bool load_tile(const TilePipeline<C>& pipeline, const
       const std::uint32_t full = ring.full_barrier(place.stage);
       if (!kGathers<C> || (thread < 32 && elect())) {
         const std::uint32_t block = task.first_k_block + kb, parts = parts_of_stage<C>(task, kb);
+        // The scale of a whole row comes with its last columns.
+        const bool with_scales = kScaled<C> && (!kRowScales<C> || kb + 1 == task.k_blocks);
         const std::uint32_t scale_bytes =
-            kScaled<C> ? task.units * kUnitRows * static_cast<std::uint32_t>(sizeof(float)) : 0;
+            with_scales ? task.units * kUnitRows * static_cast<std::uint32_t>(sizeof(float)) : 0;
         arrive_expect_bytes(full, parts * token_bytes<C>(task) + scale_bytes);
         const std::uint32_t to = ring.tokens(place.stage), k = block * kStageColumns<C>;
         if constexpr (kStageParts<C> == 1) {
@@ -286,10 +288,12 @@ __device__ __forceinline__ bool load_tile(const TilePipeline<C>& pipeline, const
           rows.load(to, full, k, parts);
         }
         if constexpr (kScaled<C>) {
-          load_bytes(
-              ring.token_scales(place.stage),
-              tokens.template first_scale<C>() + block * static_cast<std::uint32_t>(C::kSlotRows),
-              scale_bytes, full);
+          if (with_scales) {
+            load_bytes(
+                ring.token_scales(place.stage),
+                tokens.template first_scale<C>() + block * static_cast<std::uint32_t>(C::kSlotRows),
+                scale_bytes, full);
+          }
         }
       } else {
         arrive(full);

@@ -106,13 +106,13 @@ class Multiplier {
     multiply_half(weights, tokens, half, sums, accumulate);
     cute::warpgroup_commit_batch();
   }
-  // The same for a whole stage.
+  // Adds those of a whole stage.
   __device__ __forceinline__ void issue(const Fragments (&weights)[kHalves], std::uint32_t tokens,
                                         float (&sums)[N / 2]) const {
     cute::warpgroup_arrive();
 #pragma unroll
     for (int half = 0; half < kHalves; ++half) {
-      multiply_half(weights[half], tokens, half, sums, half != 0);
+      multiply_half(weights[half], tokens, half, sums, true);
     }
     cute::warpgroup_commit_batch();
   }
@@ -508,97 +508,103 @@ __device__ __forceinline__ void multiply_parts(const TilePipeline<C>& pipeline,
   place.advance(kStages);
 }
 
+// Multiplies sums by their tokens' scales, which are at `scales` in shared memory.
+template <int N>
+__device__ __forceinline__ void scale_sums(std::uint32_t scales, float (&acc)[N / 2]) {
+#pragma unroll
+  for (int n = 0; n < N / 8; ++n) {
+    const float2 of_tokens = load_shared_floats(scales + 32 * n);
+    acc[4 * n] *= of_tokens.x;
+    acc[4 * n + 1] *= of_tokens.y;
+    acc[4 * n + 2] *= of_tokens.x;
+    acc[4 * n + 3] *= of_tokens.y;
+  }
+}
+
 // The K loop of a weight-major tile with weights of four bits that become E5M2, two boxes in a
-// stage. The matrix unit sums the products of a stage, with few bits, and they are then summed in
-// fp32 with the scales of the stage's tokens. The powers of the rows wait for the tile's end. The
-// operands of a stage are made while the products of the stage before are under way, so there are
-// two sets of them; with few registers there is one, and the warps of another block work while
-// these wait.
+// stage. All columns of a token share a scale, so the matrix unit sums the products of all stages.
+// The tokens' scales apply at the end, if the ring has them; the powers of the rows wait for the
+// epilogue. The operands
+// of half a stage are made while the products of the half before are under way, as in
+// multiply_four_bit(); with few registers there is one set, and the warps of another block work
+// while these wait.
 template <int N, typename C, typename Started>
 __device__ __forceinline__ void multiply_as_codes(const TilePipeline<C>& pipeline,
                                                   std::uint32_t k_blocks, RingPlace& place,
                                                   std::uint32_t group, const CodeSteps& steps,
-                                                  Started&& started, float (&acc)[N / 2]) {
+                                                  Started&& started,
+                                                  OperandRegisters<kHoldsOperands<C>>& held,
+                                                  float (&acc)[N / 2]) {
   constexpr DType kType = C::kNumerics.weight.storage;
   static_assert(kBoxBytes<C> == 2 * FourBitBox<kType>::kBytes);
   Multiplier<N, Share::kWeightRows, C> stage(pipeline, place, group);
   const BoxPlaces<kType> places(group);
-  using Operands = Fragments[kHalves];
-  float part[N / 2];
-#pragma unroll
-  for (float& sum : acc) sum = 0;
-  const auto make = [&](Operands& to) {
-    const std::uint32_t box = stage.ring().weights(place.stage);
-    const BoxWords words[kHalves] = {places.load(box), places.load(box, FourBitBox<kType>::kBytes)};
-#pragma unroll
-    for (int half = 0; half < kHalves; ++half) make_code_fragments(words[half], steps, to[half]);
-  };
-  std::uint32_t left = k_blocks, scales = 0;
-  const auto scales_of = [&](std::uint32_t of) {
-    return stage.ring().token_scales(of) + 8 * reread_thread_index<4>();
-  };
-  const auto sum = [&] {
-    // Loads of the first scales are under way during the wait.
-    constexpr int kAhead = N / 8 < 4 ? N / 8 : 4;
-    float2 ahead[kAhead];
-#pragma unroll
-    for (int n = 0; n < kAhead; ++n) ahead[n] = load_shared_floats(scales + 32 * n);
-    stage.await_products(part);
-#pragma unroll
-    for (int n = 0; n < N / 8; ++n) {
-      const float2 of_tokens = n < kAhead ? ahead[n] : load_shared_floats(scales + 32 * n);
-      acc[4 * n] += part[4 * n] * of_tokens.x;
-      acc[4 * n + 1] += part[4 * n + 1] * of_tokens.y;
-      acc[4 * n + 2] += part[4 * n + 2] * of_tokens.x;
-      acc[4 * n + 3] += part[4 * n + 3] * of_tokens.y;
-    }
+  const auto load = [&](std::uint32_t from, std::uint32_t half) {
+    return places.load(stage.ring().weights(from), half * FourBitBox<kType>::kBytes);
   };
   stage.await_stage(stage.ready());
   started();
   if constexpr (kFewRegisters<C>) {
-    Operands weights;
+    std::uint32_t left = k_blocks, scales = 0;
+#pragma unroll
+    for (float& sum : acc) sum = 0;
+    Fragments weights[kHalves];
     SWITCHYARD_ROLLED
     for (;;) {
       const std::uint32_t current = place.stage;
-      make(weights);
-      stage.issue(weights, stage.token_operand(), part);
+#pragma unroll
+      for (int half = 0; half < kHalves; ++half) {
+        make_code_fragments(load(current, half), steps, weights[half]);
+      }
+      stage.issue(weights, stage.token_operand(), acc);
       stage.put_off_release(current);
-      scales = scales_of(current);
+      scales = stage.ring().token_scales(current) + 8 * reread_thread_index<4>();
       stage.advance();
       const bool last = --left == 0;
       const bool ready = last || stage.ready();
-      sum();
+      stage.await_products(acc);
       if (last) break;
       stage.await_stage(ready);
     }
+    scale_sums<N>(scales, acc);
   } else {
-    Operands even, odd;
-    make(even);
-    std::uint32_t tokens = stage.token_operand();
-    // Begins to multiply the stage at `place`, and makes the operands of the next. Returns true if
-    // there is no next one: it then makes operands of no stage.
-    const auto begin = [&](const Operands& weights, Operands& next) {
-      const std::uint32_t current = place.stage;
-      stage.advance();
-      const bool last = --left == 0;
-      const bool ready = last || stage.ready();
-      stage.issue(weights, tokens, part);
-      stage.put_off_release(current);
-      stage.await_stage(ready);
-      make(next);
-      tokens = stage.token_operand();
-      scales = scales_of(current);
-      return last;
+    Fragments &first = held.half[0], &second = held.half[1];
+    const auto keep = [go = stage.ring().stages](std::uint32_t& made, std::uint32_t bytes,
+                                                 std::uint32_t signs) {
+      sign_into(made, bytes, signs, go);
     };
-    // The branches keep the compiler from making operands behind the wait for the products.
+    std::uint32_t tokens = stage.token_operand();
+    make_code_fragments(load(place.stage, 0), steps, first, keep);
+    make_code_fragments(load(place.stage, 1), steps, second, keep);
+    stage.issue(first, tokens, 0, acc, false);
+    stage.issue(second, tokens, 1, acc, true);
+    RingPlace next = place;
+    next.advance(stage.ring().stages);
+    bool ready = k_blocks == 1 || stage.ready(next);
     SWITCHYARD_ROLLED
-    for (;;) {
-      if (begin(even, odd)) break;
-      sum();
-      if (begin(odd, even)) break;
-      sum();
+    for (std::uint32_t left = k_blocks; --left != 0;) {
+      stage.await_stage(ready, next);
+      const BoxWords words[kHalves] = {load(next.stage, 0), load(next.stage, 1)};
+      const std::uint32_t previous = place.stage;
+      place = next;
+      next.advance(stage.ring().stages);
+      ready = left == 1 || stage.ready(next);
+      tokens = stage.token_operand();
+      cute::warpgroup_wait<1>();
+      make_code_fragments(words[0], steps, first);
+      stage.issue(first, tokens, 0, acc, true);
+      cute::warpgroup_wait<1>();
+      stage.release(previous);
+      make_code_fragments(words[1], steps, second);
+      stage.issue(second, tokens, 1, acc, true);
     }
-    sum();
+    stage.await_products(acc);
+    const std::uint32_t last = place.stage;
+    stage.put_off_release(last);
+    stage.advance();
+    if constexpr (kScaled<C>) {
+      scale_sums<N>(stage.ring().token_scales(last) + 8 * reread_thread_index<4>(), acc);
+    }
   }
   stage.release_last();
 }

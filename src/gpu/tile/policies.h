@@ -52,13 +52,13 @@ struct FourBitTiles : BF16Tiles {
 using MXFP4Tiles = FourBitTiles<DType::kF4E2M1>;
 using INT4Tiles = FourBitTiles<DType::kU4>;
 
-// Weights of four bits that become E5M2, times tokens in E4M3 with a scale for each 128 columns.
-// The second sum takes its own accumulators, so tiles have up to 128 tokens.
+// Weights of four bits that become E5M2, times tokens in E4M3 with a scale for each row. The matrix
+// unit sums all products of a tile, so there is one sum, and tiles are as high as those of bf16.
 struct MXFP4FP8Tiles : PackedTiles {
   static constexpr Numerics kNumerics{{DType::kF4E2M1, DType::kF8E4M3, 32},
-                                      {DType::kF8E4M3, DType::kF8E4M3, kQuantGroup}};
+                                      {DType::kF8E4M3, DType::kF8E4M3, kWholeRow}};
   // (The scales of more stages have no room.)
-  static constexpr TileConfig kTile = weight_major_tile(128, 8);
+  static constexpr TileConfig kTile = weight_major_tile(256, 6);
   static constexpr int kSlotRows = kTile.max_height();
   static constexpr RoleRegisters kRegisters{.loading = 72, .math = 216};
 };

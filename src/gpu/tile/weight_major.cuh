@@ -91,6 +91,11 @@ class WeightMajorPlaces {
   std::uint32_t group_, column0_;
 };
 
+// Makes the tables of code_table() in shared memory. Called by all threads.
+__device__ __forceinline__ void make_code_tables(ScaleNotes<true>& notes) {
+  if (threadIdx.x < kCodeTables) notes.tables[threadIdx.x] = kTablesOfSteps.of_step[threadIdx.x];
+}
+
 // The steps of the thread's two weight rows. `meets`: they are a row of gate and the same of up.
 template <typename C>
 __device__ __forceinline__ CodeSteps code_steps(const Epilogue<C>& epilogue, const TileTask& task,

@@ -8,6 +8,7 @@
 #include "gpu/route/lists.cuh"
 #include "gpu/tile/quantize.cuh"
 #include "gpu/tokens/params.h"
+#include "gpu/tokens/quantize_row.cuh"
 
 namespace switchyard::gpu {
 
@@ -77,6 +78,36 @@ __device__ __forceinline__ void quantize_activations(const ModelShape& shape,
       if (lane % kGroupLanes == 0) {
         tokens.quantized_scales[token * tokens.x_groups + column / kQuantGroup] = scale;
       }
+    }
+  }
+}
+
+// Makes codes of the block's share of the pass's activations, with one scale for each token, which
+// all groups of columns get. Called by its math warps.
+template <typename P>
+__device__ __forceinline__ void quantize_activations_by_row(const ModelShape& shape,
+                                                            const TokenParams& tokens,
+                                                            const InputCall& call,
+                                                            const RouteState& state,
+                                                            std::uint32_t num_tokens) {
+  constexpr std::uint32_t kRowLanes = 16, kRows = kMathThreads / kRowLanes,
+                          kAtOnce = kFewRegisters<P> ? 4 : 8;
+  const std::uint32_t thread = threadIdx.x - kWarpgroup;
+  const std::uint32_t end = first_token_of(num_tokens, blockIdx.x + 1);
+#pragma unroll 1
+  for (std::uint32_t token0 = first_token_of(num_tokens, blockIdx.x); token0 < end;
+       token0 += kRows) {
+    const std::uint32_t token = token0 + thread / kRowLanes;
+    const std::uint32_t hidden = token < end ? static_cast<std::uint32_t>(shape.hidden) : 0;
+    std::byte* const to = tokens.quantized + token * static_cast<std::size_t>(shape.hidden);
+    const float scale =
+        call.x_type == DType::kF8E4M3
+            ? rescale_row<kRowLanes>(static_cast<const std::byte*>(call.x) + token * call.x_stride,
+                                     call.x_scales + token * call.x_scale_stride, to, hidden)
+            : quantize_row<kRowLanes, kAtOnce>(state.x + token * state.x_stride, to, hidden);
+    for (std::uint32_t group = thread % kRowLanes; token < end && group < tokens.x_groups;
+         group += kRowLanes) {
+      tokens.quantized_scales[token * tokens.x_groups + group] = scale;
     }
   }
 }

@@ -4,15 +4,17 @@
 #include "gpu/schedule/progress.cuh"
 #include "gpu/tile/epilogue.cuh"
 #include "gpu/tile/quantize.cuh"
+#include "gpu/tokens/quantize_row.cuh"
 
 namespace switchyard::gpu {
 
-// The part of a group of 128 columns of h that a math warpgroup has stored in bf16. The warpgroups
-// of two blocks share a group where gate and up make it, else those of one block. The last of them
-// makes the codes and scales of the whole group, and tells of all parts. To find out which is the
-// last takes a round trip to the L2 cache. So it is put off until the next tile's products are
-// under way, if those are a first GEMM's, which wait for nothing that depends on it. With few
-// registers there are none to keep it in, and the other block's warps work in the meantime.
+// The part of h that a math warpgroup has stored in bf16. All parts that share a scale make a
+// group: of 128 columns, which two blocks' warpgroups share where gate and up make it, or of all
+// columns. The last of them makes the codes and scales of the whole group, and tells of all parts.
+// To find out which is the last takes a round trip to the L2 cache. So it is put off until the next
+// tile's first tokens have arrived, if it is a first GEMM's, which waits for nothing that depends
+// on it. With few registers there are none to keep it in, and the other block's warps work in the
+// meantime.
 template <bool kGated, typename P>
 class StoredPart {
  public:
@@ -25,7 +27,7 @@ class StoredPart {
   __device__ void put_off(const TileTask& task) {
     if constexpr (kExists) {
       tile_ = task.tile;
-      group_ = task.block / kBlocks;
+      if constexpr (!kRowScales<P>) group_ = task.block / kBlocks;
       rows_ = task.rows;
       shared_ = task.shared != 0;
       if (reread_thread_index<kWarpgroup>() == 0) {
@@ -43,17 +45,26 @@ class StoredPart {
 
  private:
   static constexpr bool kPutsOff = kExists && !kFewRegisters<P>;
-  static constexpr std::uint32_t kBlocks = kGated ? 2 : 1;  // blocks that make a group
+  static constexpr std::uint32_t kBlocks = kGated ? 2 : 1;  // that make 128 columns
   __device__ std::uint32_t shift() const { return 4 * (group_ % PassWords::kGroupsOfWord); }
+  // This part's number among its group's.
+  __device__ std::uint32_t number() const {
+    return kRowScales<P> ? before_ : before_ >> shift() & 15;
+  }
   __device__ void quantize_if_last() {
     const FfnParams& ffn = progress_.experts.ffn(shared_);
     const std::uint32_t thread = reread_thread_index<kWarpgroup>();
     const std::uint32_t blocks = progress_.tasks(ffn.gemm1_rows) << progress_.paired;
-    const std::uint32_t parts = kMathGroups * min(kBlocks, blocks - group_ * kBlocks);
-    const bool last = thread == 0 && (before_ >> shift() & 15) + 1 == parts;
+    const std::uint32_t parts =
+        kMathGroups * (kRowScales<P> ? blocks : min(kBlocks, blocks - group_ * kBlocks));
+    const bool last = thread == 0 && number() + 1 == parts;
     if (last) fence_gpu();
     if (named_barrier_any<kWarpgroup>(group_barrier(math_group()), last)) {
-      quantize(static_cast<std::uint32_t>(ffn.intermediate), thread);
+      if constexpr (kRowScales<P>) {
+        quantize_rows(static_cast<std::uint32_t>(ffn.intermediate), thread);
+      } else {
+        quantize(static_cast<std::uint32_t>(ffn.intermediate), thread);
+      }
       named_barrier<kWarpgroup>(group_barrier(math_group()));
       if (thread == 0) add_release_gpu(progress_.gemm1_done(tile_), parts);
     }
@@ -85,6 +96,34 @@ class StoredPart {
       if (!exists) continue;
       store_vector(to + at, codes);
       if (thread % kGroupLanes == 0) scales[row] = scale;
+    }
+  }
+  // The same where all columns of a row share a scale. All groups get it.
+  __device__ void quantize_rows(std::uint32_t intermediate, std::uint32_t thread) const {
+    constexpr auto kSlotRows = static_cast<std::uint32_t>(P::kSlotRows);
+    const HiddenParams& layer = hidden_.layer;
+    const std::size_t slot = tile_ % layer.h_slots;
+    std::byte* const to = layer.h + slot * kSlotRows * kHiddenStretch<P> * layer.h_stride;
+    const std::uint16_t* const from = hidden_.rows(tile_);
+    float* const scales = layer.h_scales + slot * layer.h_groups * kSlotRows;
+    const std::uint32_t groups = protocol::ceil_div<std::uint32_t>(intermediate, kQuantGroup);
+    // High tiles have more rows in flight: the registers of their sums are free now.
+    constexpr bool kHigh = P::kTile.max_height() > kInstructionRows;
+    constexpr std::uint32_t kRowLanes = kHigh ? 8 : 16, kRows = kWarpgroup / kRowLanes,
+                            kAtOnce = kHigh              ? 16
+                                      : kFewRegisters<P> ? 4
+                                                         : 8;
+#pragma unroll 1
+    for (std::uint32_t row0 = 0; row0 < rows_; row0 += kRows) {
+      const std::uint32_t row = row0 + thread / kRowLanes;
+      const std::size_t at = std::size_t{row} * layer.h_stride;
+      const float scale =
+          quantize_row<kRowLanes, kAtOnce>(from + at, to + at, row < rows_ ? intermediate : 0);
+#pragma unroll 1
+      for (std::uint32_t group = thread % kRowLanes; row < rows_ && group < groups;
+           group += kRowLanes) {
+        scales[group * kSlotRows + row] = scale;
+      }
     }
   }
 
