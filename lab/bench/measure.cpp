@@ -402,6 +402,7 @@ Sample sample_of(const MatrixView& x, const RunResult& all, std::size_t k, bool 
   const std::size_t x_bytes = static_cast<std::size_t>(x.cols) * size_of(x.dtype);
   const std::size_t y_bytes = static_cast<std::size_t>(x.cols) * size_of(all.output_dtype);
   Sample sample;
+  sample.result.backend = all.backend;
   sample.result.output_dtype = all.output_dtype;
   const auto rows = std::make_shared<std::vector<std::byte>>();
   for (std::int64_t i = 0; i < count; ++i) {

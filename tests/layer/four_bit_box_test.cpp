@@ -162,8 +162,9 @@ TEST(CodesAsE5M2, EveryCodeScaleAndLargestScaleIsExact) {
   for (std::uint32_t top = kLeastTop; top <= kMostMxScale; ++top) {
     const std::uint32_t power = bits_of_row_power(top);
     for (std::uint32_t scale = top - (kCodeSteps - 1); scale <= top; ++scale) {
-      const std::uint32_t step = box_scale(scale) - first_step_of(power);
+      const std::uint32_t step = scale - least_scale_of(power);
       ASSERT_LT(step, kCodeSteps);
+      ASSERT_EQ(box_step(step), step * sizeof(std::uint64_t));
       for (std::uint32_t code = 0; code < 16; ++code) {
         const auto byte = static_cast<std::uint8_t>((code_table(step) >> (8 * (code & 7)) & 0xff) |
                                                     (code >> 3) << 7);

@@ -157,9 +157,7 @@ struct RowsSink {
   const TileTask& task;
 
   __device__ void started() {}
-  __device__ CodeSteps code_steps(bool meets) const {
-    return gpu::code_steps(epilogue, task, math_group(), meets);
-  }
+  __device__ std::uint32_t code_tables() const { return shared_address(epilogue.tables); }
   __device__ void multiplied() {}
   template <int kVariant, typename Sums>
   __device__ __forceinline__ void finish(Sums& acc) {

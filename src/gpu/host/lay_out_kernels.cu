@@ -177,6 +177,7 @@ __global__ void make_boxes(const BoxCopy* list) {
     const std::int64_t at = is_there ? of.row * m.scale_stride + column / m.scale_cols : 0;
     if constexpr (Box::kIsFloat) {
       std::uint32_t code = is_there ? static_cast<const std::uint8_t*>(m.scale)[at] : 0;
+      std::uint32_t byte = box_scale(code);
       bool bad = code > kMostMxScale;
       if (const float* const powers = copy.powers[of.half]; powers != nullptr && !bad) {
         const std::uint32_t least =
@@ -186,14 +187,14 @@ __global__ void make_boxes(const BoxCopy* list) {
           // Steps are not negative, whatever the scale of a group of zeros.
           if (!bad) code = least;
         }
+        byte = box_step(code - least);
       }
       if (bad) {
         atomicMin(copy.bad,
                   pack(BadScale{copy.number, of.half, of.row,
                                 static_cast<std::uint32_t>(column / m.scale_cols), code}));
       }
-      reinterpret_cast<std::uint8_t*>(to + Box::kScalesAt)[lane] =
-          static_cast<std::uint8_t>(box_scale(code));
+      reinterpret_cast<std::uint8_t*>(to + Box::kScalesAt)[lane] = static_cast<std::uint8_t>(byte);
     } else {
       const std::uint16_t scale =
           is_there ? static_cast<const std::uint16_t*>(m.scale)[at] : std::uint16_t{0};

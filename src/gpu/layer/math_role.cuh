@@ -22,9 +22,7 @@ class LayerSink {
     if (needs_entries()) fetch_entries(pass_.exchange(), pass_.epilogue(), task_, math_group());
     stored_.finish();
   }
-  __device__ CodeSteps code_steps(bool meets) const {
-    return gpu::code_steps(pass_.epilogue(), task_, math_group(), meets);
-  }
+  __device__ std::uint32_t code_tables() const { return shared_address(pass_.epilogue().tables); }
   __device__ __forceinline__ void multiplied() {
     pass_.trace().math(kFirstTaskRecord + reader_.index(), &TraceRecord::products);
     if (needs_entries()) await_copies();

@@ -147,7 +147,7 @@ SWITCHYARD_HOST_DEVICE constexpr std::uint32_t box_scale(std::uint32_t scale) {
 // The magnitudes 0, 0.5, 1, 1.5, 2, 3, 4, 6 as E5M2, times 2^(step - 15), for steps below
 // kCodeSteps: one byte each, the first the lowest.
 inline constexpr std::uint32_t kCodeSteps = 29;
-// Groups of zeros may have any step: kernels take it modulo kCodeTables, and find a zero there.
+// Groups of zeros may have any step: it is taken modulo kCodeTables, and every table has a zero.
 inline constexpr std::uint32_t kCodeTables = 32;
 SWITCHYARD_HOST_DEVICE constexpr std::uint64_t code_table(std::uint32_t step) {
   std::uint64_t table = 0;
@@ -193,9 +193,10 @@ SWITCHYARD_HOST_DEVICE constexpr std::uint32_t bits_of_row_power(std::uint32_t t
 SWITCHYARD_HOST_DEVICE constexpr std::uint32_t least_scale_of(std::uint32_t power) {
   return (power >> 23) + kTopPower - (kCodeSteps - 1);
 }
-// A step is a box's byte of a scale less this number.
-SWITCHYARD_HOST_DEVICE constexpr std::uint32_t first_step_of(std::uint32_t power) {
-  return box_scale(least_scale_of(power));
+// The byte of a box for a scale that is `step` above the row's least one: the offset of the step's
+// table among those of code_table().
+SWITCHYARD_HOST_DEVICE constexpr std::uint32_t box_step(std::uint32_t step) {
+  return step % kCodeTables * sizeof(code_table(0));
 }
 
 }  // namespace switchyard::gpu

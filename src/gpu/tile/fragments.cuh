@@ -144,11 +144,12 @@ struct CodeTables {
 };
 __constant__ const CodeTables kTablesOfSteps;
 
-// Where the tables of code_table() are in shared memory, and first_step_of() of the thread's two
-// rows, in all bytes that stand for them in a box's scales.
-struct CodeSteps {
-  std::uint32_t tables = 0, first = 0;
-};
+// The upper half of a word, by the multiplier: shifts share a pipe with look_up().
+__device__ __forceinline__ std::uint32_t upper_half(std::uint32_t word) {
+  std::uint32_t half;
+  asm("mul.hi.u32 %0, %1, 65536;" : "=r"(half) : "r"(word));
+  return half;
+}
 
 // A byte of the table for each of four codes: see code_word().
 __device__ __forceinline__ std::uint32_t look_up(const uint2& table, std::uint32_t magnitudes) {
@@ -167,34 +168,32 @@ __device__ __forceinline__ void sign_into(std::uint32_t& to, std::uint32_t a, st
       : "r"(a), "r"(b), "r"(go));
 }
 
-// The operands of the box's two instructions.
+// The operands of the box's two instructions. `table`: where those of code_table() are in shared
+// memory. A box's scales are their offsets, which take the place of the address's last byte.
 template <typename Assign>
-__device__ __forceinline__ void make_code_fragments(const BoxWords& words, const CodeSteps& steps,
+__device__ __forceinline__ void make_code_fragments(const BoxWords& words, std::uint32_t table,
                                                     Fragments& to, Assign&& assign) {
   const std::uint32_t codes[] = {words.codes.x, words.codes.y, words.codes.z, words.codes.w};
-  // In each byte the offset of a table, which takes the place of the last byte of the tables'
-  // address.
-  const std::uint32_t offsets = (words.scales.x - steps.first) << 3 & 0xf8f8f8f8u;
 #pragma unroll
   for (int group = 0; group < 2; ++group) {
     uint2 tables[2];
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
-      const float2 table =
-          load_shared_floats(__byte_perm(steps.tables, offsets, 0x3214 + 2 * group + row));
-      tables[row] = {__float_as_uint(table.x), __float_as_uint(table.y)};
+      const float2 magnitudes =
+          load_shared_floats(__byte_perm(table, words.scales.x, 0x3214 + 2 * group + row));
+      tables[row] = {__float_as_uint(magnitudes.x), __float_as_uint(magnitudes.y)};
     }
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const std::uint32_t word = codes[2 * group + i], magnitudes = word & 0x77777777u;
       assign(to[group][2 * i], look_up(tables[0], magnitudes), word);
-      assign(to[group][2 * i + 1], look_up(tables[1], magnitudes >> 16), word << 4);
+      assign(to[group][2 * i + 1], look_up(tables[1], upper_half(magnitudes)), word << 4);
     }
   }
 }
-__device__ __forceinline__ void make_code_fragments(const BoxWords& words, const CodeSteps& steps,
+__device__ __forceinline__ void make_code_fragments(const BoxWords& words, std::uint32_t table,
                                                     Fragments& to) {
-  make_code_fragments(words, steps, to,
+  make_code_fragments(words, table, to,
                       [](std::uint32_t& made, std::uint32_t bytes, std::uint32_t signs) {
                         made = bytes | (signs & 0x80808080u);
                       });

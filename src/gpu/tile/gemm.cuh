@@ -27,7 +27,7 @@ __device__ __forceinline__ void gemm_tile(const TilePipeline<C>& pipeline, const
   } else {
     float acc[N / 2];
     if constexpr (kMakesCodes<C>) {
-      multiply_as_codes<N>(pipeline, k_blocks, place, math_group(), sink.code_steps(meets), started,
+      multiply_as_codes<N>(pipeline, k_blocks, place, math_group(), sink.code_tables(), started,
                            weights, acc);
     } else if constexpr (kStageParts<C> != 1) {
       // The tile has as many eights of tokens as N has, or one less.

@@ -524,14 +524,14 @@ __device__ __forceinline__ void scale_sums(std::uint32_t scales, float (&acc)[N 
 // The K loop of a weight-major tile with weights of four bits that become E5M2, two boxes in a
 // stage. All columns of a token share a scale, so the matrix unit sums the products of all stages.
 // The tokens' scales apply at the end, if the ring has them; the powers of the rows wait for the
-// epilogue. The operands
-// of half a stage are made while the products of the half before are under way, as in
-// multiply_four_bit(); with few registers there is one set, and the warps of another block work
-// while these wait.
+// epilogue. The operands of half a stage are made while the products of the half before are under
+// way, as in multiply_four_bit(). With few registers there is one set, and the warps of another
+// block work while these wait; then one branch leads from stage to stage, because a warp waits some
+// 50 cycles at each.
 template <int N, typename C, typename Started>
 __device__ __forceinline__ void multiply_as_codes(const TilePipeline<C>& pipeline,
                                                   std::uint32_t k_blocks, RingPlace& place,
-                                                  std::uint32_t group, const CodeSteps& steps,
+                                                  std::uint32_t group, std::uint32_t tables,
                                                   Started&& started,
                                                   OperandRegisters<kHoldsOperands<C>>& held,
                                                   float (&acc)[N / 2]) {
@@ -545,28 +545,35 @@ __device__ __forceinline__ void multiply_as_codes(const TilePipeline<C>& pipelin
   stage.await_stage(stage.ready());
   started();
   if constexpr (kFewRegisters<C>) {
-    std::uint32_t left = k_blocks, scales = 0;
+    static_assert(!kGathers<C> && !kMayGather<C>, "a full stage wants no fence");
+    std::uint32_t left = k_blocks;
 #pragma unroll
     for (float& sum : acc) sum = 0;
     Fragments weights[kHalves];
-    SWITCHYARD_ROLLED
     for (;;) {
-      const std::uint32_t current = place.stage;
+      SWITCHYARD_ROLLED
+      for (bool goes_on = true; goes_on;) {
+        const std::uint32_t current = place.stage;
+        const BoxWords words[kHalves] = {load(current, 0), load(current, 1)};
+        // (It takes as long as loads do, and is needed after them.)
+        const std::uint32_t tokens = stage.token_operand();
 #pragma unroll
-      for (int half = 0; half < kHalves; ++half) {
-        make_code_fragments(load(current, half), steps, weights[half]);
+        for (int half = 0; half < kHalves; ++half) {
+          make_code_fragments(words[half], tables, weights[half]);
+        }
+        stage.issue(weights, tokens, acc);
+        stage.put_off_release(current);
+        stage.advance();
+        --left;
+        // Lanes that saw different answers would part, so they vote.
+        goes_on = __all_sync(~0u, stage.ready() & (left != 0)) != 0;
+        stage.await_products(acc);
       }
-      stage.issue(weights, stage.token_operand(), acc);
-      stage.put_off_release(current);
-      scales = stage.ring().token_scales(current) + 8 * reread_thread_index<4>();
-      stage.advance();
-      const bool last = --left == 0;
-      const bool ready = last || stage.ready();
-      stage.await_products(acc);
-      if (last) break;
-      stage.await_stage(ready);
+      if (left == 0) break;
+      stage.await_stage(false);
     }
-    scale_sums<N>(scales, acc);
+    const std::uint32_t last = (place.stage == 0 ? stage.ring().stages : place.stage) - 1;
+    scale_sums<N>(stage.ring().token_scales(last) + 8 * reread_thread_index<4>(), acc);
   } else {
     Fragments &first = held.half[0], &second = held.half[1];
     const auto keep = [go = stage.ring().stages](std::uint32_t& made, std::uint32_t bytes,
@@ -574,8 +581,8 @@ __device__ __forceinline__ void multiply_as_codes(const TilePipeline<C>& pipelin
       sign_into(made, bytes, signs, go);
     };
     std::uint32_t tokens = stage.token_operand();
-    make_code_fragments(load(place.stage, 0), steps, first, keep);
-    make_code_fragments(load(place.stage, 1), steps, second, keep);
+    make_code_fragments(load(place.stage, 0), tables, first, keep);
+    make_code_fragments(load(place.stage, 1), tables, second, keep);
     stage.issue(first, tokens, 0, acc, false);
     stage.issue(second, tokens, 1, acc, true);
     RingPlace next = place;
@@ -591,11 +598,11 @@ __device__ __forceinline__ void multiply_as_codes(const TilePipeline<C>& pipelin
       ready = left == 1 || stage.ready(next);
       tokens = stage.token_operand();
       cute::warpgroup_wait<1>();
-      make_code_fragments(words[0], steps, first);
+      make_code_fragments(words[0], tables, first);
       stage.issue(first, tokens, 0, acc, true);
       cute::warpgroup_wait<1>();
       stage.release(previous);
-      make_code_fragments(words[1], steps, second);
+      make_code_fragments(words[1], tables, second);
       stage.issue(second, tokens, 1, acc, true);
     }
     stage.await_products(acc);

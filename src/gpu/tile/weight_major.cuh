@@ -96,27 +96,6 @@ __device__ __forceinline__ void make_code_tables(ScaleNotes<true>& notes) {
   if (threadIdx.x < kCodeTables) notes.tables[threadIdx.x] = kTablesOfSteps.of_step[threadIdx.x];
 }
 
-// The steps of the thread's two weight rows. `meets`: they are a row of gate and the same of up.
-template <typename C>
-__device__ __forceinline__ CodeSteps code_steps(const Epilogue<C>& epilogue, const TileTask& task,
-                                                std::uint32_t group, bool meets) {
-  const FfnParams& ffn = epilogue.experts.ffn(task.shared != 0);
-  const bool first = task.kind == TaskKind::kGemm1;
-  const auto rows = static_cast<std::uint32_t>(first ? ffn.intermediate : epilogue.shape.hidden);
-  const std::uint32_t thread = reread_thread_index<kWarpgroup>();
-  const std::uint32_t row =
-      ((task.block * kMathGroups + group) * 4 + thread / 32) * (meets ? 8 : 16) + thread % 32 / 4;
-  const float* const powers = first ? ffn.up_scale : ffn.down_scale;
-  const auto step_of = [&](const float* of, std::uint32_t at) {
-    return first_step_of(at < rows
-                             ? __float_as_uint(__ldg(of + std::size_t{task.expert} * rows + at))
-                             : bits_of_row_power(kLeastTop));
-  };
-  const std::uint32_t steps[] = {step_of(meets ? ffn.gate_scale : powers, row),
-                                 step_of(powers, meets ? row : row + 8)};
-  return {shared_address(epilogue.tables), (steps[0] | steps[1] << 8) * 0x00010001u};
-}
-
 // Stores a first GEMM's tile: h, in bf16.
 template <int N, bool kSilu, bool kGated, typename C>
 __device__ __forceinline__ void store_hidden(const Epilogue<C>& epilogue, const TileTask& task,
