@@ -8,22 +8,23 @@
                              gives each row of FILE, as the command wrote it, the fastest rival at its point on its card
     bench/four_bit_rivals.py --check       the weights, the reference and its bounds alone, small, on any machine
 
-DIRECTORY has what is not installed: parts of vLLM, triton_kernels, Humming. The rivals:
+DIRECTORY has what is not installed: parts of vLLM, triton_kernels, Humming, FlashInfer. The rivals:
 
 - marlin: vLLM's fused_marlin_moe, MXFP4 and INT4, tokens in bf16.
 - triton_kernels: vLLM's path for gpt-oss on Hopper, whose activation is the only one that it has.
 - humming, humming_fp8: Humming's indexed kernels with the configuration that its heuristics choose, its own kernel
   for the activation, and vLLM's kernels for the order of the tokens and for their sums. The second quantises
   tokens and hidden values to e4m3, a scale for each row, in the time.
+- flashinfer, flashinfer_fp8: FlashInfer's cutlass_fused_moe, MXFP4, with the kernels that its autotuner chooses for
+  the point's number of tokens. Columns and rows are padded to a multiple of 128, as vLLM pads them. The second
+  quantises as humming_fp8 does, in the time. Its kernels for SM90 compile for more than an hour of one processor,
+  so they are not compiled here: DIRECTORY/flashinfer/data/aot/fused_moe_90/fused_moe_90.so has them.
 
 Weights and tokens are random, as those of `switchyard bench` are. The routing is given, and ids are as a gate
 without favourites deals them. What a rival does to the weights, or pads of the tokens, once, is not timed. Some
 tokens of every output are compared with fp64 on the weights' values. The bound is twice the error of the same
 arithmetic in PyTorch, and a point beyond it is not kept. Then a CUDA graph of several calls is replayed, over so
 many copies of the weights that the L2 cache does not hold them, and every repetition is kept.
-
-FlashInfer's cutlass_fused_moe is not among them: it compiles its kernels for SM90 at the first call, for more than
-an hour of one processor.
 
 Exit codes: 0 done; 1 a result is wrong or a rival failed; 77 there is no PyTorch, no GPU or none of the rivals.
 """
@@ -606,7 +607,112 @@ class HummingFp8(Humming):
             raise LeftOut("the suite multiplies INT4 with tokens in bf16 only")
 
 
-RIVALS = {"marlin": Marlin, "triton_kernels": TritonKernels, "humming": Humming, "humming_fp8": HummingFp8}
+class FlashInfer(Rival):
+    PAD = 128  # as in vLLM's mxfp4_round_up_hidden_size_and_intermediate_size()
+
+    def __init__(self, directory):
+        # A library that is not there is then an error, instead of an hour's compiling.
+        os.environ.setdefault("FLASHINFER_DISABLE_JIT", "1")
+        try:
+            import flashinfer
+            from flashinfer import autotuner, fused_moe
+        except (ImportError, OSError) as missing:
+            raise LeftOut(missing) from missing
+        self.tuner, self.moe = autotuner, fused_moe
+        self.version = f"FlashInfer {flashinfer.__version__} CUTLASS"
+        self.how = {"use_w4_group_scaling": True}
+
+    def check_model(self, model):
+        if model.weights != "mxfp4":
+            raise LeftOut("its INT4 has groups of 128 columns")
+
+    def sizes(self, model):
+        return tuple(-(-size // self.PAD) * self.PAD for size in (model.hidden, model.intermediate))
+
+    def up_then_gate(self, model, rows, pad):
+        """Its order of the rows [E, 2 I, ..], each half padded by itself."""
+        gate, up = (rows[:, ::2], rows[:, 1::2]) if model.gpt_oss else rows.chunk(2, dim=1)
+        return torch.cat([pad(up), pad(gate)], dim=1).contiguous()
+
+    def matrix(self, w):
+        """The weights, and their scales for the call."""
+        weights = self.moe.interleave_moe_weights_for_sm90_mixed_gemm(w.codes, "fp4")
+        return weights, [self.moe.interleave_moe_scales_for_sm90_mixed_gemm(w.scales).view(torch.int32)]
+
+    def weights(self, layer):
+        model = layer.model
+        hidden, intermediate = self.sizes(model)
+        more_rows = (0, 0, 0, intermediate - model.intermediate)
+        w13 = layer.w13.padded(2 * model.intermediate, hidden)
+        w13 = FourBit(w13.kind, *(self.up_then_gate(model, part, lambda rows: F.pad(rows, more_rows, value=value))
+                                  for part, value in ((w13.codes, 0), (w13.scales, 127))))
+        (fc1, scales1), (fc2, scales2) = self.matrix(w13), self.matrix(layer.w2.padded(hidden, intermediate))
+        each = lambda value: torch.full((model.experts,), value, device=DEVICE)  # noqa: E731
+        layout = {"fc1_expert_weights": fc1, "fc2_expert_weights": fc2, "quant_scales": self.scales(scales1, scales2)}
+        if model.limit is not None:
+            layout["swiglu_limit"] = each(model.limit)
+        if model.gpt_oss:
+            layout |= {"swiglu_alpha": each(1.702), "swiglu_beta": each(1.0)}
+            layout["fc1_expert_biases"] = self.up_then_gate(
+                model, layer.b13, lambda rows: F.pad(rows, (0, intermediate - model.intermediate)))
+            layout["fc2_expert_biases"] = F.pad(layer.b2, (0, hidden - model.hidden))
+        return layout
+
+    def scales(self, scales1, scales2):
+        return [*scales1, *scales2]
+
+    def ready(self, layout, points):
+        for point in points:
+            call, _ = self.call(layout, point)
+            before = self.chosen()
+            with self.tuner.autotune(True, tuning_buckets=(point.tokens,)):
+                call()
+            if self.chosen() != before + 2:  # without a choice it would take its first kernel, and say nothing
+                raise RuntimeError(f"the autotuner did not choose both kernels for {point.tokens} tokens")
+
+    def chosen(self):
+        return sum(self.tuner.AutoTuner.get().stats.tuned_op_successful_configs.values())
+
+    def call(self, layout, point):
+        model = point.layer.model
+        hidden, intermediate = self.sizes(model)
+        x = F.pad(point.x, (0, hidden - model.hidden))
+        out = torch.full_like(x, float("nan"))
+        workspace = torch.empty(self.moe.cutlass_fused_moe_workspace_size(
+            point.tokens, hidden, intermediate, model.experts, model.top_k, x_dtype=x.dtype, weight_dtype=torch.uint8,
+            **self.how), dtype=torch.uint8, device=DEVICE)
+
+        def call():
+            # The bucket leads to what the autotuner chose.
+            with self.tuner.autotune(False, tuning_buckets=(point.tokens,)):
+                self.moe.cutlass_fused_moe(
+                    x, point.ids, point.weights, output=out, output_dtype=x.dtype, workspace_buffer=workspace,
+                    **self.how, **layout)
+
+        return call, out
+
+
+class FlashInferFp8(FlashInfer):
+    tokens_in = "fp8"
+
+    def __init__(self, directory):
+        super().__init__(directory)
+        self.how["use_wfp4afp8_humming"] = True
+
+    def matrix(self, w):
+        # Its temporaries are 40 times as large as the weights, so a few experts at a time.
+        parts = [self.moe.preprocess_moe_weights_for_sm90_mixed_gemm_humming(codes, scales)
+                 for codes, scales in zip(w.codes.split(8), w.scales.split(8), strict=True)]
+        weights, scales, residual = (torch.cat(part) for part in zip(*parts, strict=True))
+        # 64 is the factor that its kernels leave out, as its prepare_cutlass_humming_weights() has it.
+        return weights, [scales.view(torch.int32), 64 * residual]
+
+    def scales(self, scales1, scales2):
+        return [*scales1, torch.ones((), device=DEVICE), *scales2]
+
+
+RIVALS = {"marlin": Marlin, "triton_kernels": TritonKernels, "humming": Humming, "humming_fp8": HummingFp8,
+          "flashinfer": FlashInfer, "flashinfer_fp8": FlashInferFp8}
 
 
 # ------------------------------------------------------------------------------------------------------ times
