@@ -630,7 +630,7 @@ class FlashInfer(Rival):
         return tuple(-(-size // self.PAD) * self.PAD for size in (model.hidden, model.intermediate))
 
     def up_then_gate(self, model, rows, pad):
-        """Its order of the rows [E, 2 I, ..], each half padded by itself."""
+        """The rows [E, 2 I, ..] in the order that it takes, each half padded by itself."""
         gate, up = (rows[:, ::2], rows[:, 1::2]) if model.gpt_oss else rows.chunk(2, dim=1)
         return torch.cat([pad(up), pad(gate)], dim=1).contiguous()
 
@@ -667,7 +667,8 @@ class FlashInfer(Rival):
             before = self.chosen()
             with self.tuner.autotune(True, tuning_buckets=(point.tokens,)):
                 call()
-            if self.chosen() != before + 2:  # without a choice it would take its first kernel, and say nothing
+            # Without a choice it would take its first kernel, and say nothing.
+            if self.chosen() != before + 2:
                 raise RuntimeError(f"the autotuner did not choose both kernels for {point.tokens} tokens")
 
     def chosen(self):
