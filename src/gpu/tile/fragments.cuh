@@ -170,7 +170,8 @@ __device__ __forceinline__ void sign_into(std::uint32_t& to, std::uint32_t a, st
 
 // The operands of the box's two instructions. `table`: where those of code_table() are in shared
 // memory. A box's scales are their offsets, which take the place of the address's last byte.
-template <typename Assign>
+// kMultiplies: by upper_half(), which takes more energy than a shift.
+template <bool kMultiplies, typename Assign>
 __device__ __forceinline__ void make_code_fragments(const BoxWords& words, std::uint32_t table,
                                                     Fragments& to, Assign&& assign) {
   const std::uint32_t codes[] = {words.codes.x, words.codes.y, words.codes.z, words.codes.w};
@@ -187,16 +188,18 @@ __device__ __forceinline__ void make_code_fragments(const BoxWords& words, std::
     for (int i = 0; i < 2; ++i) {
       const std::uint32_t word = codes[2 * group + i], magnitudes = word & 0x77777777u;
       assign(to[group][2 * i], look_up(tables[0], magnitudes), word);
-      assign(to[group][2 * i + 1], look_up(tables[1], upper_half(magnitudes)), word << 4);
+      const std::uint32_t upper = kMultiplies ? upper_half(magnitudes) : magnitudes >> 16;
+      assign(to[group][2 * i + 1], look_up(tables[1], upper), word << 4);
     }
   }
 }
+template <bool kMultiplies>
 __device__ __forceinline__ void make_code_fragments(const BoxWords& words, std::uint32_t table,
                                                     Fragments& to) {
-  make_code_fragments(words, table, to,
-                      [](std::uint32_t& made, std::uint32_t bytes, std::uint32_t signs) {
-                        made = bytes | (signs & 0x80808080u);
-                      });
+  make_code_fragments<kMultiplies>(
+      words, table, to, [](std::uint32_t& made, std::uint32_t bytes, std::uint32_t signs) {
+        made = bytes | (signs & 0x80808080u);
+      });
 }
 
 }  // namespace switchyard::gpu

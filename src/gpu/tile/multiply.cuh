@@ -559,7 +559,7 @@ __device__ __forceinline__ void multiply_as_codes(const TilePipeline<C>& pipelin
         const std::uint32_t tokens = stage.token_operand();
 #pragma unroll
         for (int half = 0; half < kHalves; ++half) {
-          make_code_fragments(words[half], tables, weights[half]);
+          make_code_fragments<true>(words[half], tables, weights[half]);
         }
         stage.issue(weights, tokens, acc);
         stage.put_off_release(current);
@@ -581,8 +581,8 @@ __device__ __forceinline__ void multiply_as_codes(const TilePipeline<C>& pipelin
       sign_into(made, bytes, signs, go);
     };
     std::uint32_t tokens = stage.token_operand();
-    make_code_fragments(load(place.stage, 0), tables, first, keep);
-    make_code_fragments(load(place.stage, 1), tables, second, keep);
+    make_code_fragments<false>(load(place.stage, 0), tables, first, keep);
+    make_code_fragments<false>(load(place.stage, 1), tables, second, keep);
     stage.issue(first, tokens, 0, acc, false);
     stage.issue(second, tokens, 1, acc, true);
     RingPlace next = place;
@@ -598,11 +598,11 @@ __device__ __forceinline__ void multiply_as_codes(const TilePipeline<C>& pipelin
       ready = left == 1 || stage.ready(next);
       tokens = stage.token_operand();
       cute::warpgroup_wait<1>();
-      make_code_fragments(words[0], tables, first);
+      make_code_fragments<false>(words[0], tables, first);
       stage.issue(first, tokens, 0, acc, true);
       cute::warpgroup_wait<1>();
       stage.release(previous);
-      make_code_fragments(words[1], tables, second);
+      make_code_fragments<false>(words[1], tables, second);
       stage.issue(second, tokens, 1, acc, true);
     }
     stage.await_products(acc);
