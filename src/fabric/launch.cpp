@@ -395,7 +395,6 @@ class Launch {
         if (number != SIGCHLD) forward(number);
       }
       for (LabelledOutput& output : outputs_) output.drain();
-      // Reports are read before ranks are reaped, because a rank reports before it ends.
       hear_reports();
       reap();
       if (std::all_of(ranks_.begin(), ranks_.end(), [](const Rank& r) { return r.ended; })) break;
@@ -548,6 +547,8 @@ class Launch {
           info.si_pid == 0) {
         continue;
       }
+      // A rank reports before it ends, so what it had to say is there, and its process is, too.
+      hear_reports();
       const bool failed = info.si_code != CLD_EXITED || info.si_status != 0;
       // Processes that a failed rank leaves behind in its group would run on for ever.
       if (failed || exit_code_ != 0) ::kill(-rank.pid, SIGKILL);

@@ -74,8 +74,26 @@ TEST(ChooseLaunch, LowPassesHaveFewRowsOfEachExpert) {
   EXPECT_EQ(choose_launch({}, high), Launch::kTallLow);
   high.low_tokens = 417;
   EXPECT_EQ(choose_launch({}, high), Launch::kSingle);
+}
+
+TEST(ChooseLaunch, LowPassesOfFewTokensWhereNoKernelIsSmallAndLow) {
+  const auto of = [](std::int64_t tokens, const Schedule& schedule = {}, bool given = true) {
+    LaunchFacts facts = olmoe(tokens);
+    if (given) facts.low_tokens = tokens;
+    facts.small_low = false;
+    return choose_launch(schedule, facts);
+  };
+  EXPECT_EQ(of(kLowTokens - 1), Launch::kSmall);
+  EXPECT_EQ(of(kLowTokens), Launch::kLow);
+  EXPECT_EQ(of(32), Launch::kLow);
+  EXPECT_EQ(of(32, {}, false), Launch::kSmall);
+  EXPECT_EQ(of(32, {.small_tokens = 32}), Launch::kSmall);
+  EXPECT_EQ(of(32, {.low_rows = 0}), Launch::kSmall);
+  LaunchFacts few_experts = olmoe(32);  // 16 rows per expert
+  few_experts.num_experts = 16;
+  few_experts.low_tokens = 32;
   few_experts.small_low = false;
-  EXPECT_EQ(choose_launch({.low_rows = 16}, few_experts), Launch::kSmall);
+  EXPECT_EQ(choose_launch({}, few_experts), Launch::kTallLow);
 }
 
 TEST(Splits, GiveEveryBlockATaskAndAreNotTooLong) {
