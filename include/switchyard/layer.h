@@ -138,7 +138,7 @@ struct LayerOptions {
   // MXFP4 is exact in bf16; INT4 is rounded to it, as it is in PyTorch. kF8E4M3 multiplies MXFP4
   // with quantised activations, and refuses INT4. With kCuda a token, or its h, then has one scale
   // for all columns: amax is that of the row, and the matrix unit sums whole rows, with some
-  // fourteen bits.
+  // fourteen bits. (A shared expert of another type has its own kernels, and a scale for each 128.)
   std::optional<DType> compute{};
   // The treatment of bad ids among those given; ranks may differ.
   BadIds bad_ids = BadIds::kRaise;

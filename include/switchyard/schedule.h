@@ -10,8 +10,9 @@ namespace switchyard {
 struct Schedule {
   // The most tokens of a small pass. In its kernel every block routes all tokens for itself, and
   // tasks are the smallest. At most kMostSmallTokens. The rule: 32 tokens, and 6144 logits in bf16
-  // or 3072 in FP8. (Passes of several ranks, and those of more than 512 slots, are never small.)
-  // 0: none is. Nor does a pass run the kernel for few tokens then, on one GPU or over ranks.
+  // or 3072 in FP8; with MXFP4 times FP8, where a pass may be low, 3 tokens if `splits` is empty,
+  // too. (Passes of several ranks, and those of more than 512 slots, are never small.) 0: none is.
+  // Nor does a pass run the kernel for few tokens then, on one GPU or over ranks.
   std::optional<int> small_tokens{};
   // The fewest rows per expert, on average, at which blocks work in pairs that share a task's
   // tokens. 0: in all passes that are not small; -1: in none. The rule: 96.
@@ -41,23 +42,23 @@ struct Schedule {
 // The same for a grouped GEMM on a GPU.
 struct GroupedSchedule {
   // The most token rows of a tile: a multiple of 16, up to 256 in bf16 and up to 224 with four-bit
-  // weights, whose tiles have 16 or a multiple of 32; 64 or 128 in FP8. An expert's rows are cut
-  // into tiles of about the same height. The rule: the most. In FP8 128, or 64 where blocks stand
-  // alone and all tasks then find a block at once.
+  // weights, whose tiles have 16 or a multiple of 32; 64 or 128 of FP8 weights. An expert's rows
+  // are cut into tiles of about the same height. The rule: the most. Of FP8 weights 128, or 64
+  // where blocks stand alone and all tasks then find a block at once.
   std::optional<int> tile_rows{};
-  // The most stages of 64 columns (bf16) of a tile's weights and tokens that a block has in shared
-  // memory at a time: 2 to 12. Fewer if they do not fit: 4 of tiles of 256 rows. Not in FP8, where
-  // there are always 4. The rule: 12.
+  // The most stages of 64 columns (bf16; 128 of tokens in FP8) of a tile's weights and tokens that
+  // a block has in shared memory at a time: 2 to 12. Fewer if they do not fit: 4 of tiles of 256
+  // rows. Not of FP8 weights, where there are always 4. The rule: 12.
   std::optional<int> stages{};
-  // Whether blocks work in pairs, on twice the weight rows of one tile (or, in FP8, on two tiles),
-  // and load tokens once for both. The rule: from 96 rows per expert on, on average.
+  // Whether blocks work in pairs, on twice the weight rows of one tile (of FP8 weights on two
+  // tiles), and load tokens once for both. The rule: from 96 rows per expert on, on average.
   std::optional<bool> paired{};
   // The tiles of an expert that are multiplied with one block of weight rows before the next block
   // has its turn: 1 or more. The rule: all of them.
   std::optional<int> band{};
   // The parts that K is cut into: 1, 2, 4 or 8; fewer if a part would have no stage. They are
-  // summed in fp32, in their order. Tiles in bf16 then have at most 64 rows, and calls need
-  // memory for splits x rows x N sums, which the operator keeps. The rule: 1.
+  // summed in fp32, in their order. Tiles not of FP8 weights then have at most 64 rows, and calls
+  // need memory for splits x rows x N sums, which the operator keeps. The rule: 1.
   std::optional<int> splits{};
 
   bool operator==(const GroupedSchedule&) const = default;

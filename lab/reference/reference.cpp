@@ -171,15 +171,21 @@ struct Job {
   bool weight_on_input = false;
   std::vector<std::int64_t> tokens;
   std::vector<double> token_weights;
+  bool shared = false;
 };
+
+// A shared expert is multiplied by itself, by kernels of FP8 weights.
+constexpr std::int64_t kSharedScaleColumns = 128;
 
 struct Plan {
   std::int64_t num_tokens = 0;
   bool quantised = false;
-  std::int64_t scale_columns = 0;   // that share one, where it is
+  std::int64_t scale_columns = 0;   // of routed experts, that share one, where it is quantised
   std::vector<double> activations;  // [T, H], as the gates see them
   std::vector<double> operands;     // [T, H], as the experts see them; empty: as the gates do
-  ReferenceOutput routed;           // `output` is not set
+  // The same as a shared expert sees them, if its scales are of other columns.
+  std::vector<double> shared_operands;
+  ReferenceOutput routed;  // `output` is not set
   std::vector<Job> jobs;
 };
 
@@ -214,10 +220,18 @@ void quantise_activations(const LayerSpec& spec, const ReferenceInput& input, Pl
     rows[i] = round_to_bf16(static_cast<float>(plan.activations[i]));
   }
   plan.activations.assign(rows.begin(), rows.end());
-  for (std::int64_t t = 0; t < plan.num_tokens; ++t) {
-    quantise_row(&rows[static_cast<std::size_t>(t * spec.hidden)], spec.hidden, plan.scale_columns);
+  const auto quantised = [&](std::int64_t scale_columns) {
+    std::vector<float> operands = rows;
+    for (std::int64_t t = 0; t < plan.num_tokens; ++t) {
+      quantise_row(&operands[static_cast<std::size_t>(t * spec.hidden)], spec.hidden,
+                   scale_columns);
+    }
+    return std::vector<double>(operands.begin(), operands.end());
+  };
+  plan.operands = quantised(plan.scale_columns);
+  if (spec.shared_intermediate > 0 && plan.scale_columns != kSharedScaleColumns) {
+    plan.shared_operands = quantised(kSharedScaleColumns);
   }
-  plan.operands.assign(rows.begin(), rows.end());
 }
 
 std::vector<std::int32_t> hash_table_rows(const LayerSpec& spec, const MatrixView& table,
@@ -334,6 +348,7 @@ Job shared_job(const LayerSpec& spec, const MoeWeights& weights, const Plan& pla
   job.tokens.resize(static_cast<std::size_t>(plan.num_tokens));
   std::iota(job.tokens.begin(), job.tokens.end(), 0);
   job.token_weights.assign(job.tokens.size(), 1.0);
+  job.shared = true;
   if (spec.shared_sigmoid_gate) {
     check_vector("shared_gate", weights.shared_gate, spec.hidden);
     const std::vector<double> gate = decoded(weights.shared_gate);
@@ -466,12 +481,15 @@ class Runner {
   void quantise_h(const Job& job, Range share) {
     for (std::int64_t row = share.begin; row < share.end; ++row) {
       quantise_row(&h_[static_cast<std::size_t>(row * job.intermediate)], job.intermediate,
-                   plan_.scale_columns);
+                   job.shared ? kSharedScaleColumns : plan_.scale_columns);
     }
   }
 
   void gather(const Job& job, Range rows, Range share) {
-    const std::vector<double>& x = plan_.operands.empty() ? plan_.activations : plan_.operands;
+    const std::vector<double>& x = job.shared && !plan_.shared_operands.empty()
+                                       ? plan_.shared_operands
+                                   : plan_.operands.empty() ? plan_.activations
+                                                            : plan_.operands;
     for (std::int64_t row = share.begin; row < share.end; ++row) {
       const double* source = &x[job.tokens[rows.begin + row] * spec_.hidden];
       const double factor = job.weight_on_input ? job.token_weights[rows.begin + row] : 1.0;

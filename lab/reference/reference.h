@@ -47,7 +47,8 @@ struct ReferenceInput {
   std::span<const std::int32_t> topk_ids;
   std::span<const float> topk_weights;
   // True for the problem of an FP8 layer, whose experts have quantised operands. The activations
-  // (rounded to bf16) and h are both quantised, in groups of scale_columns columns of a token:
+  // (rounded to bf16) and h are both quantised, in groups of scale_columns columns of a token, or
+  // of 128 for the shared expert:
   //   scale = max(amax, 2^-100) / 448,  value = scale * f8_e4m3(x * 448 / max(amax, 2^-100))
   // The gates see the activations rounded to bf16. Activations that are f8_e4m3 already, with
   // scales, are taken as they are, and no gate may run.

@@ -513,7 +513,12 @@ class Engine final : public LayerEngine {
         spec_(spec),
         options_(options),
         core_(std::make_unique<Core>(world, spec, weights, options, std::move(device), kernels,
-                                     most_rows)) {}
+                                     most_rows)) {
+    // Without weights that would say it, this rank keeps what the others said.
+    const int places = options.placement.num_places(spec.num_experts);
+    const ExpertRange own = own_experts(places, world.rank(), world.size());
+    if (own.begin == own.end) options_.compute = core_->compute();
+  }
   ~Engine() override {
     // A stream that does not come to an end may still reach a call.
     if (!core_->calls().device().is_idle(options_.deadline)) (void)core_.release();
@@ -574,7 +579,7 @@ class Engine final : public LayerEngine {
  private:
   const World world_;
   const LayerSpec spec_;
-  const LayerOptions options_;
+  LayerOptions options_;
   std::unique_ptr<Core> core_;
   ForwardStats stats_;
 };

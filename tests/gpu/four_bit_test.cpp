@@ -130,6 +130,12 @@ TEST_F(GpuFourBits, EverySkewTileHeightAndSizeWithTokensInFp8) {
           expect_accurate_in_fp8(
               spec, w, batch,
               DeviceLayer(spec, w, tokens, {.compute = kFp8}).run(batch, DType::kBF16));
+          if (tokens <= kMostSmallTokens) {
+            DeviceLayer small(
+                spec, w, tokens,
+                {.cuda = {.schedule = {.small_tokens = kMostSmallTokens}}, .compute = kFp8});
+            expect_accurate_in_fp8(spec, w, batch, small.run(batch, DType::kBF16));
+          }
           if (HasFailure()) return;
         }
       }
@@ -354,18 +360,21 @@ TEST_F(GpuFourBits, LowPassesWithBiasesClampsAndWeightsOnInput) {
 TEST_F(GpuFourBits, ASharedExpertBesideThem) {
   LayerSpec spec = without_shared({.num_experts = 16, .top_k = 4});
   spec.shared_intermediate = 160;
-  for (const DType dtype : {kMxfp4, kInt4}) {
+  for (const auto& [dtype, compute] :
+       {std::pair{kMxfp4, DType::kBF16}, {kInt4, DType::kBF16}, {kMxfp4, kFp8}}) {
+    const auto check = compute == kFp8 ? expect_accurate_in_fp8 : expect_accurate_in_bf16;
     for (const bool sigmoid : {false, true}) {
       spec.shared_sigmoid_gate = sigmoid;
       const MoeWeights w = make_weights(spec, dtype);
-      DeviceLayer layer(spec, w, 400);
+      DeviceLayer layer(spec, w, 400, {.compute = compute});
       EXPECT_EQ(layer.layer().spec(), spec);
       for (const int tokens : {1, 24, 400}) {
-        SCOPED_TRACE(::testing::Message() << to_string(dtype) << ", " << tokens << " tokens"
-                                          << (sigmoid ? ", gated" : ""));
+        SCOPED_TRACE(::testing::Message()
+                     << to_string(dtype) << " in " << to_string(compute) << ", " << tokens
+                     << " tokens" << (sigmoid ? ", gated" : ""));
         const Batch batch = routed(spec, tokens, 0.5);
         const BatchResult result = layer.run(batch, DType::kBF16);
-        expect_accurate(spec, w, batch, result);
+        check(spec, w, batch, result);
         EXPECT_TRUE(layer.run(batch, DType::kBF16).output == result.output) << "repeated";
       }
     }

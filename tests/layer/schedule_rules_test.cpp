@@ -88,6 +88,7 @@ TEST(ChooseLaunch, LowPassesOfFewTokensWhereNoKernelIsSmallAndLow) {
   EXPECT_EQ(of(32), Launch::kLow);
   EXPECT_EQ(of(32, {}, false), Launch::kSmall);
   EXPECT_EQ(of(32, {.small_tokens = 32}), Launch::kSmall);
+  EXPECT_EQ(of(32, {.splits = 2}), Launch::kSmall);
   EXPECT_EQ(of(32, {.low_rows = 0}), Launch::kSmall);
   LaunchFacts few_experts = olmoe(32);  // 16 rows per expert
   few_experts.num_experts = 16;

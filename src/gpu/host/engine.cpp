@@ -11,6 +11,7 @@
 #include <new>
 #include <nvtx3/nvtx3.hpp>
 
+#include "fabric/agreement.h"
 #include "fabric/collective.h"
 #include "fabric/fabric.h"
 #include "gpu/host/abort_link.h"
@@ -217,6 +218,8 @@ Engine::Engine(const World& world, const LayerSpec& spec, const MoeWeights& weig
   const protocol::ExpertPartition experts{num_places(), world.size()};
   params_.first_expert = experts.begin(world.rank());
   params_.local_experts = experts.count(world.rank());
+  // Without weights that would say it, this rank keeps what the others said.
+  if (params_.local_experts == 0) options_.compute = policy().numerics.token.compute;
   params_.levels = distributed() ? static_cast<std::uint32_t>(experts.max_count()) : 1;
   for (int r = 0; r <= world.size(); ++r) params_.rank_begin[r] = experts.begin(r);
   const DeviceScope scope(device_);
@@ -857,7 +860,13 @@ std::unique_ptr<LayerEngine> make_engine(const World& world, const LayerSpec& sp
                                          std::shared_ptr<switchyard::PassMemory> memory) {
   const HostRange range{"make layer"};
   const std::optional<DType> routed = agree_on_routed_type(world.fabric(), weights);
-  if (!routed || !is_four_bit(*routed) || spec.shared_intermediate == 0) {
+  const bool four_bits = routed && is_four_bit(*routed);
+  // The choice below decides which collective calls come next.
+  agree(world.fabric(),
+        {{"weights", std::string(four_bits ? to_string(*routed) : "of more than four bits")},
+         {"spec.shared_intermediate", spec.shared_intermediate}},
+        "give every rank the same layer and limits");
+  if (!four_bits || spec.shared_intermediate == 0) {
     return make_fused(world, spec, weights, options, std::move(memory));
   }
   // A kernel multiplies experts of one type.

@@ -16,8 +16,7 @@ namespace switchyard::gpu {
 // Throws Error{kDTypeMismatch} for weights that are neither floats nor of four bits.
 void require_multiplied(const MatrixView& matrix);
 // Throws Error{kUnsupported} for weights of four bits that kernels do not multiply with tokens in
-// `compute`: bf16, or of MXFP4 f8_e4m3 if the kernels make E4M3 of codes; of INT4 only bf16 scales
-// without zero points.
+// `compute`: bf16, or of MXFP4 f8_e4m3; of INT4 only bf16 scales without zero points.
 void require_boxes(const MatrixView& matrix, DType compute);
 
 // A copy of one matrix into rows of another type. Pointers are device pointers.

@@ -74,7 +74,8 @@ constexpr Launch choose_launch(const Schedule& asked, const LaunchFacts& facts) 
     const bool low = rows <= std::int64_t{kLowRowsPerExpert} * facts.num_experts;
     if (rows <= most_low_rows(asked, facts.tall_rows, facts.num_experts)) {
       if (small && facts.small_low && (low || asked.low_rows)) return Launch::kSmallLow;
-      const bool stays_small = facts.small_low || asked.small_tokens || facts.tokens < kLowTokens;
+      const bool stays_small =
+          facts.small_low || asked.small_tokens || asked.splits || facts.tokens < kLowTokens;
       if (!small || !stays_small) return low ? Launch::kLow : Launch::kTallLow;
     }
   }

@@ -550,6 +550,8 @@ __device__ __forceinline__ void multiply_as_codes(const TilePipeline<C>& pipelin
 #pragma unroll
     for (float& sum : acc) sum = 0;
     Fragments weights[kHalves];
+    // (All warps of the warpgroup come to the same products, so the compiler may not copy them.)
+    SWITCHYARD_ROLLED
     for (;;) {
       SWITCHYARD_ROLLED
       for (bool goes_on = true; goes_on;) {
