@@ -254,8 +254,7 @@ Engine::Engine(const World& world, const LayerSpec& spec, const MoeWeights& weig
   layer_.on_step = options.diagnostics.on_step;
   layer_.max_tokens = options.max_tokens;
   set_compute(layer_, agree_on_compute(world.fabric(), weights, options.compute));
-  // Without weights that would say it, this rank keeps what the others said.
-  if (own_places().begin == own_places().end) options_.compute = layer_.compute;
+  keep_agreed_compute(world, spec, layer_.compute, options_);
   layer_.places = {num_places(), world.size()};
 
   prepare_weights();

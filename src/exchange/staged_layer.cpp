@@ -514,10 +514,7 @@ class Engine final : public LayerEngine {
         options_(options),
         core_(std::make_unique<Core>(world, spec, weights, options, std::move(device), kernels,
                                      most_rows)) {
-    // Without weights that would say it, this rank keeps what the others said.
-    const int places = options.placement.num_places(spec.num_experts);
-    const ExpertRange own = own_experts(places, world.rank(), world.size());
-    if (own.begin == own.end) options_.compute = core_->compute();
+    keep_agreed_compute(world, spec, core_->compute(), options_);
   }
   ~Engine() override {
     // A stream that does not come to an end may still reach a call.

@@ -69,6 +69,13 @@ DType agree_on_compute(Fabric& fabric, const MoeWeights& weights, std::optional<
   return known ? *known : resolve_compute(weights, asked);
 }
 
+void keep_agreed_compute(const World& world, const LayerSpec& spec, DType agreed,
+                         LayerOptions& options) {
+  const int places = options.placement.num_places(spec.num_experts);
+  const ExpertRange own = own_experts(places, world.rank(), world.size());
+  if (own.begin == own.end) options.compute = agreed;
+}
+
 std::optional<DType> agree_on_routed_type(Fabric& fabric, const MoeWeights& weights) {
   return mine_or_first(fabric, type_of_routed(weights));
 }

@@ -6,9 +6,11 @@
 #include <string>
 
 #include "fabric/fabric.h"
+#include "switchyard/layer.h"
 #include "switchyard/layer_spec.h"
 #include "switchyard/tensor.h"
 #include "switchyard/weights.h"
+#include "switchyard/world.h"
 
 namespace switchyard {
 
@@ -34,6 +36,10 @@ void agree_on_placement(Fabric& fabric, const ExpertPlacement& mine);
 // Collective. As resolve_compute(); but a rank that was given no expert's weights takes the type of
 // the first rank that was.
 DType agree_on_compute(Fabric& fabric, const MoeWeights& weights, std::optional<DType> asked);
+// For rebind(): a rank without experts has no weights that would say what to compute in, so its
+// options keep what was agreed on.
+void keep_agreed_compute(const World& world, const LayerSpec& spec, DType agreed,
+                         LayerOptions& options);
 // Collective. The type of the routed experts' weights, by the first rank that was given some; none
 // if no rank was.
 std::optional<DType> agree_on_routed_type(Fabric& fabric, const MoeWeights& weights);

@@ -57,10 +57,7 @@ class SharedBeside final : public LayerEngine {
                    agree_on_routed_type(fabric, weights).value_or(weights.shared.up.dtype)});
     LayerOptions of_routed = options_;
     of_routed.compute = compute_;
-    // Without weights that would say it, this rank keeps what the others said.
-    const int places = options_.placement.num_places(spec_.num_experts);
-    const ExpertRange own = own_experts(places, world_.rank(), world_.size());
-    if (own.begin == own.end) options_.compute = compute_;
+    keep_agreed_compute(world_, spec_, compute_, options_);
     routed_ =
         make(world_, without_shared(spec_), without_shared(weights), of_routed, std::move(memory));
     attempt_together(world_.fabric(), [&] {

@@ -218,8 +218,7 @@ Engine::Engine(const World& world, const LayerSpec& spec, const MoeWeights& weig
   const protocol::ExpertPartition experts{num_places(), world.size()};
   params_.first_expert = experts.begin(world.rank());
   params_.local_experts = experts.count(world.rank());
-  // Without weights that would say it, this rank keeps what the others said.
-  if (params_.local_experts == 0) options_.compute = policy().numerics.token.compute;
+  keep_agreed_compute(world, spec, policy().numerics.token.compute, options_);
   params_.levels = distributed() ? static_cast<std::uint32_t>(experts.max_count()) : 1;
   for (int r = 0; r <= world.size(); ++r) params_.rank_begin[r] = experts.begin(r);
   const DeviceScope scope(device_);
