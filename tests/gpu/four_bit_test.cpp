@@ -300,7 +300,9 @@ TEST_F(GpuFourBits, LowPassesOfEverySkewAndSize) {
             const Batch batch = routed(spec, tokens, beta);
             const BatchResult result = low.run(batch, DType::kBF16);
             check(spec, w, batch, result);
-            check(spec, w, batch, by_size.run(batch, DType::kBF16));
+            // (Small passes may cut K. The reference takes longest, so it is not asked in vain.)
+            const BatchResult chosen = by_size.run(batch, DType::kBF16);
+            if (!(chosen.output == result.output)) check(spec, w, batch, chosen);
             EXPECT_TRUE(low.run(batch, DType::kBF16).output == result.output) << "repeated";
             EXPECT_TRUE(high.run(batch, DType::kBF16).output == result.output) << "high tiles";
             if (HasFailure()) return;
