@@ -41,12 +41,6 @@ const char* name_of(CapacityRule rule) {
   return "unknown";
 }
 
-std::optional<DType> type_of_routed(const MoeWeights& weights) {
-  const auto given = std::ranges::find_if(
-      weights.experts, [](const FfnWeights& expert) { return !expert.up.empty(); });
-  return given == weights.experts.end() ? std::nullopt : std::optional(given->up.dtype);
-}
-
 // Collective. A rank without a type has that of the first rank with one.
 std::optional<DType> mine_or_first(Fabric& fabric, std::optional<DType> mine) {
   constexpr std::int32_t kUnknown = -1;

@@ -96,16 +96,21 @@ bool is_row_form(const MatrixView& m) {
          !is_block_form(m);
 }
 
+std::optional<DType> type_of_routed(const MoeWeights& weights) {
+  const auto given = std::ranges::find_if(
+      weights.experts, [](const FfnWeights& expert) { return !expert.up.empty(); });
+  return given == weights.experts.end() ? std::nullopt : std::optional(given->up.dtype);
+}
+
 DType resolve_compute(const MoeWeights& weights, std::optional<DType> asked) {
   if (!asked) {
-    const auto given = std::ranges::find_if(
-        weights.experts, [](const FfnWeights& expert) { return !expert.up.empty(); });
-    if (given == weights.experts.end()) {
+    const std::optional<DType> routed = type_of_routed(weights);
+    if (!routed) {
       throw Error(ErrorCode::kInvalidArgument,
                   "this rank was given no expert's weights, whose type would say what to compute "
                   "in; say it (compute type bf16, f32 or f8_e4m3)");
     }
-    return by_weights(find_obstacle(weights), given->up.dtype);
+    return by_weights(find_obstacle(weights), *routed);
   }
   return as_asked(find_obstacle(weights), *asked);
 }

@@ -30,6 +30,8 @@ void check_compute_type(DType compute);
 // is asked for that no engine computes in, or if there are no weights to choose by; {kUnsupported}
 // if an FP8 matrix has neither form.
 DType resolve_compute(const MoeWeights& weights, std::optional<DType> asked);
+// The type of the routed experts' weights; none if there are none.
+std::optional<DType> type_of_routed(const MoeWeights& weights);
 
 // The same for the weights of a grouped GEMM, one matrix an expert, at least one; but with kCuda,
 // where f32 must be asked for, kF16 for f16 weights and kBF16 for f32 ones. Only there kF16 may be

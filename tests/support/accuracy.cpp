@@ -51,15 +51,22 @@ void expect_same_routing(const LayerSpec& spec, const MoeWeights& weights, const
   EXPECT_LE(undecided, 2 + static_cast<std::int64_t>(margins.size()) / 50);
 }
 
+reference::ReferenceInput problem_of(const Batch& batch, std::span<const std::int32_t> ids,
+                                     std::span<const float> weights, bool quantised,
+                                     std::int64_t scale_columns) {
+  reference::ReferenceInput input;
+  input.activations = batch.x.view();
+  input.topk_ids = ids;
+  input.topk_weights = weights;
+  input.quantised = quantised;
+  input.scale_columns = scale_columns;
+  return input;
+}
+
 double output_error(const LayerSpec& spec, const MoeWeights& weights, const Batch& batch,
                     const BatchResult& result, double* yardstick, bool quantised,
                     std::int64_t scale_columns) {
-  reference::ReferenceInput input;
-  input.quantised = quantised;
-  input.scale_columns = scale_columns;
-  input.activations = batch.x.view();
-  input.topk_ids = result.ids;
-  input.topk_weights = result.weights;
+  const auto input = problem_of(batch, result.ids, result.weights, quantised, scale_columns);
   const auto expected = reference::forward(spec, weights, input);
   if (yardstick != nullptr) {
     const auto straightforward =
@@ -93,11 +100,7 @@ void expect_same_bits(const LayerSpec& spec, const MoeWeights& weights, DType dt
 
 double distance_to_fp8_program(const LayerSpec& spec, const MoeWeights& weights, const Batch& batch,
                                const BatchResult& result, std::int64_t scale_columns) {
-  reference::ReferenceInput input;
-  input.scale_columns = scale_columns;
-  input.activations = batch.x.view();
-  input.topk_ids = result.ids;
-  input.topk_weights = result.weights;
+  const auto input = problem_of(batch, result.ids, result.weights, false, scale_columns);
   const std::vector<float> program = reference::straightforward_fp8(spec, weights, input);
   return reference::relative_error(result.output.floats(),
                                    std::vector<double>(program.begin(), program.end()));

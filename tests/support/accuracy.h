@@ -5,6 +5,7 @@
 
 #include <cmath>
 #include <cstdint>
+#include <span>
 #include <vector>
 
 #include "reference/reference.h"
@@ -24,6 +25,11 @@ MoeWeights make_weights(const LayerSpec& spec, DType dtype, std::uint64_t seed =
 // weights.
 void expect_same_routing(const LayerSpec& spec, const MoeWeights& weights, const Batch& batch,
                          const BatchResult& result);
+
+// A batch with this routing, as the reference takes it.
+reference::ReferenceInput problem_of(const Batch& batch, std::span<const std::int32_t> ids,
+                                     std::span<const float> weights, bool quantised,
+                                     std::int64_t scale_columns);
 
 // The output against fp64, with the routing that the engine used. The yardstick is the error of a
 // straightforward program. `quantised`: the layer computes in FP8, the problem is the quantised

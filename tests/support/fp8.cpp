@@ -26,12 +26,7 @@ namespace {
 double yardstick_of_many(const LayerSpec& spec, const MoeWeights& weights,
                          std::int64_t scale_columns) {
   const Batch batch = routed_batch(spec, 64, DType::kBF16);
-  reference::ReferenceInput input;
-  input.quantised = true;
-  input.scale_columns = scale_columns;
-  input.activations = batch.x.view();
-  input.topk_ids = batch.topk_ids;
-  input.topk_weights = batch.topk_weights;
+  const auto input = problem_of(batch, batch.topk_ids, batch.topk_weights, true, scale_columns);
   return reference::relative_error(reference::straightforward_fp8(spec, weights, input),
                                    reference::forward(spec, weights, input).output);
 }
