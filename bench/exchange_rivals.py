@@ -481,9 +481,7 @@ def run_rank(rank, args, rendezvous):
                 merge(args.json, rows, KEY)
     dist.barrier()
     world.close()
-    dist.destroy_process_group()
-    if wrong:
-        sys.exit(1)
+    rank_processes.end(wrong)
 
 
 def machine(args):

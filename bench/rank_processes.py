@@ -3,6 +3,7 @@
 import os
 import sys
 import tempfile
+from typing import NoReturn
 
 import torch
 
@@ -30,11 +31,16 @@ def spawn(run_rank, args):
     return 0
 
 
-def end(wrong):
-    """Ends the process group, and a rank that found something wrong with exit code 1."""
+def end(wrong) -> NoReturn:
+    """Ends the process group and this process: with exit code 1 where it found something wrong.
+
+    Gloo's threads free tensors after those who wait for an operation have gone on, and take Python's lock for it. An
+    interpreter that ends meanwhile ends them, which aborts the process (pytorch/pytorch#190489). Groups that meshes
+    refer to outlive destroy_process_group(), and so do their threads. So the interpreter is not ended."""
     torch.distributed.destroy_process_group()
-    if wrong:
-        sys.exit(1)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(int(bool(wrong)))
 
 
 def require_no_multicast(script):

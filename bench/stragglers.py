@@ -375,7 +375,7 @@ def run_rank(rank, args, checkpoint, rendezvous):
         if rank == 0:
             report(found, undecided, args)
         ranks.gather(None)
-        dist.destroy_process_group()
+        rank_processes.end(0)
     except Wrong as problem:
         if rank == 0:
             print(f"stragglers: {problem}", file=sys.stderr, flush=True)

@@ -33,11 +33,12 @@ import statistics
 import sys
 import time
 import zlib
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 import transformers
+import rank_processes
 from result_rows import commit_here
 
 BLOCK = 128
@@ -243,8 +244,8 @@ def slowest(times: list[float]) -> list[float]:
     return [max(step) for step in zip(*of_ranks, strict=True)]
 
 
-def compare_over_ranks(args: argparse.Namespace, device: torch.device, about: dict[str, Any]) -> int:
-    """Rows into args.json. 1: ours is wrong, or zeros pass for right."""
+def compare_over_ranks(args: argparse.Namespace, device: torch.device, about: dict[str, Any]) -> NoReturn:
+    """Rows into args.json. Exit code 1: ours is wrong, or zeros pass for right."""
     from engines import compare_tokens
 
     generator = torch.Generator("cpu").manual_seed(args.seed)
@@ -292,8 +293,7 @@ def compare_over_ranks(args: argparse.Namespace, device: torch.device, about: di
     if args.json and RANK == 0:
         save(args.json, rows)
     dist.barrier()
-    dist.destroy_process_group()
-    return int(wrong)
+    rank_processes.end(wrong)
 
 
 # ------------------------------------------------------------------------------------------------------
@@ -456,7 +456,7 @@ def main() -> None:
     if RANKS > 1:
         # DTensor has no views of tensors that were made in inference mode.
         with torch.no_grad():
-            sys.exit(compare_over_ranks(args, device, about))
+            compare_over_ranks(args, device, about)
     with torch.inference_mode():
         model = make_model(args, device)
         expected = None
