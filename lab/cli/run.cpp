@@ -37,7 +37,7 @@ constexpr const char* kExamples = R"(Examples:
 Started by a launcher (switchyard launch, torchrun, mpirun, srun) without --ranks, each process is
 one rank, and rank 0 reports. With --backend cuda, ranks are dealt to the machine's GPUs in turn.
 --input holds `activations` [T, H] in bf16, f16 or f32, and may hold `topk_ids` i32/i64 [T, K] with
-`topk_weights` f32 [T, K], and `token_ids` i32/i64 [T].
+`topk_weights` f32 [T, K], and `token_ids` i32/i64 [T], which layers that route by hashes read.
 
 A token with a NaN among its logits loses experts. The report tells how many tokens did, as does a
 line on stderr with --json or --quiet, and --verify fails.

@@ -7,6 +7,7 @@ import json
 import os
 import pathlib
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -28,6 +29,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # A launcher's variables would make worlds of its ranks.
 for variable in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
     os.environ.pop(variable, None)
+# A shell's background job ignores SIGINT, and so do the processes that tests start and interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_configure(config):
