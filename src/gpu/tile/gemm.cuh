@@ -52,6 +52,11 @@ __device__ __forceinline__ void gemm_tile(const TilePipeline<C>& pipeline, const
   }
 }
 
+// The heights of weight-major tiles that there are instructions for.
+constexpr bool is_tile_height(int rows) {
+  return rows == 16 || rows == 32 || (rows % 32 == 0 && rows >= 64 && rows <= 256);
+}
+
 // Multiplies a tile of so many units of rows: chooses the variant of gemm_tile().
 template <typename C, typename Sink>
 __device__ __forceinline__ void gemm_tile_of(std::uint32_t units, const TilePipeline<C>& pipeline,
@@ -66,6 +71,7 @@ __device__ __forceinline__ void gemm_tile_of(std::uint32_t units, const TilePipe
       gemm_tile<1, 0>(pipeline, task, k_blocks, meets, place, weights, sink);
     }
   } else {
+    static_assert(is_tile_height(C::kTile.max_height()), "no case is of the highest tile");
     switch (units) {
 #define SWITCHYARD_HEIGHT(height)                                                  \
   case (height) / kUnitRows:                                                       \
