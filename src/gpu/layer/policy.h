@@ -66,7 +66,6 @@ struct INT4Policy : FourBitPolicy<INT4Tiles> {};
 
 // All columns of h share a scale, so h is stored in bf16 first, behind its codes.
 struct MXFP4FP8Policy : MXFP4FP8Tiles, LargePass {
-  static constexpr bool kTiesOperands = true;
   static constexpr std::uint32_t kRingBytes = 188 * 1024;
   static constexpr Publisher kPublisher = Publisher::kMath;
   static constexpr std::uint32_t kHiddenStretch = 3;

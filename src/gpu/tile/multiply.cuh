@@ -202,33 +202,28 @@ class StageCount {
 
 // The K loop of a weight-major tile with weights of four bits. The operands of half a stage are
 // made while the products of the half before are under way: a register of an operand may be written
-// when its products are complete, and only the newest products are not.
-template <int N, typename C, typename Started>
-__device__ __forceinline__ void multiply_four_bit(const TilePipeline<C>& pipeline,
-                                                  std::uint32_t k_blocks, RingPlace& place,
-                                                  std::uint32_t group, Started&& started,
-                                                  OperandRegisters<true>& weights,
-                                                  float (&acc)[N / 2]) {
-  constexpr DType kType = C::kNumerics.weight.storage;
-  Multiplier<N, Share::kWeightRows, C> stage(pipeline, place, group);
-  const BoxPlaces<kType> places(group);
-  Fragments &first = weights.half[0], &second = weights.half[1];
-  const auto keep = [go = stage.ring().stages]<int kHalf>(std::uint32_t& product, std::uint32_t a,
-                                                          std::uint32_t b) {
-    multiply_bf16_into<kHalf>(product, a, b, go);
-  };
+// when its products are complete, and only the newest products are not. `maker` loads a stage's
+// words and makes operands of them; keep() does so in registers that keep their numbers. The last
+// stage is left to the caller.
+template <int N, typename C, typename Maker, typename Started>
+__device__ __forceinline__ void multiply_by_halves(Multiplier<N, Share::kWeightRows, C>& stage,
+                                                   std::uint32_t k_blocks, RingPlace& place,
+                                                   const Maker& maker, Started&& started,
+                                                   OperandRegisters<true>& held,
+                                                   float (&acc)[N / 2]) {
+  Fragments &first = held.half[0], &second = held.half[1];
   stage.await_stage(stage.ready());
   started();
-  BoxWords words = places.load(stage.ring().weights(place.stage));
+  auto words = maker.load(place.stage);
   std::uint32_t tokens = stage.token_operand();
   if constexpr (kTiesOperands<C>) {
-    make_fragments<0, kType>(words, first, keep);
-    make_fragments<1, kType>(words, second, keep);
+    maker.template keep<0>(words, first);
+    maker.template keep<1>(words, second);
     stage.issue(first, tokens, 0, acc, false);
   } else {
-    make_fragments<0, kType>(words, first);
+    maker.template make<0>(words, first);
     stage.issue(first, tokens, 0, acc, false);
-    make_fragments<1, kType>(words, second);
+    maker.template make<1>(words, second);
   }
   stage.issue(second, tokens, 1, acc, true);
   RingPlace next = place;
@@ -238,24 +233,46 @@ __device__ __forceinline__ void multiply_four_bit(const TilePipeline<C>& pipelin
   SWITCHYARD_ROLLED
   for (std::uint32_t left = k_blocks; --left != 0;) {
     stage.await_stage(ready, next);
-    words = places.load(stage.ring().weights(next.stage));
+    words = maker.load(next.stage);
     const std::uint32_t previous = place.stage;
     place = next;
     next.advance(stage.ring().stages);
     ready = left == 1 || stage.ready(next);
     tokens = stage.token_operand();
     cute::warpgroup_wait<1>();
-    make_fragments<0, kType>(words, first);
+    maker.template make<0>(words, first);
     stage.issue(first, tokens, 0, acc, true);
     cute::warpgroup_wait<1>();
     stage.release(previous);
-    make_fragments<1, kType>(words, second);
+    maker.template make<1>(words, second);
     stage.issue(second, tokens, 1, acc, true);
   }
   stage.await_products(acc);
-  stage.release(place.stage);
-  stage.advance();
 }
+
+// The operands in bf16, of a box in each stage.
+template <typename C>
+struct Bf16Maker {
+  static constexpr DType kType = C::kNumerics.weight.storage;
+  const Ring<StageLayout<C>>& ring;
+  const BoxPlaces<kType> places;
+
+  __device__ __forceinline__ BoxWords load(std::uint32_t stage) const {
+    return places.load(ring.weights(stage));
+  }
+  template <int kHalf>
+  __device__ __forceinline__ void make(const BoxWords& words, Fragments& to) const {
+    make_fragments<kHalf, kType>(words, to);
+  }
+  template <int kHalf>
+  __device__ __forceinline__ void keep(const BoxWords& words, Fragments& to) const {
+    make_fragments<kHalf, kType>(
+        words, to,
+        [go = ring.stages]<int kOfPair>(std::uint32_t& product, std::uint32_t a, std::uint32_t b) {
+          multiply_bf16_into<kOfPair>(product, a, b, go);
+        });
+  }
+};
 
 // A stage of a low tile in a thread's registers: its words of the box of weights, and its fragments
 // of 8 kEights tokens. One load takes the columns of an instruction from sixteen tokens, or those
@@ -521,11 +538,41 @@ __device__ __forceinline__ void scale_sums(std::uint32_t scales, float (&acc)[N 
   }
 }
 
+// The operands in E5M2, of two boxes in each stage. `tables`: see make_code_fragments().
+template <typename C>
+struct CodeMaker {
+  static constexpr DType kType = C::kNumerics.weight.storage;
+  static_assert(kBoxBytes<C> == 2 * FourBitBox<kType>::kBytes);
+  struct Words {
+    BoxWords of_half[kHalves];
+  };
+  const Ring<StageLayout<C>>& ring;
+  const BoxPlaces<kType> places;
+  std::uint32_t tables;
+
+  __device__ __forceinline__ Words load(std::uint32_t stage) const {
+    const std::uint32_t weights = ring.weights(stage);
+    return {{places.load(weights), places.load(weights, FourBitBox<kType>::kBytes)}};
+  }
+  template <int kHalf>
+  __device__ __forceinline__ void make(const Words& words, Fragments& to) const {
+    make_code_fragments<kFewRegisters<C>>(words.of_half[kHalf], tables, to);
+  }
+  template <int kHalf>
+  __device__ __forceinline__ void keep(const Words& words, Fragments& to) const {
+    make_code_fragments<kFewRegisters<C>>(
+        words.of_half[kHalf], tables, to,
+        [go = ring.stages](std::uint32_t& made, std::uint32_t bytes, std::uint32_t signs) {
+          sign_into(made, bytes, signs, go);
+        });
+  }
+};
+
 // The K loop of a weight-major tile with weights of four bits that become E5M2, two boxes in a
 // stage. All columns of a token share a scale, so the matrix unit sums the products of all stages.
 // The tokens' scales apply at the end, if the ring has them; the powers of the rows wait for the
 // epilogue. The operands of half a stage are made while the products of the half before are under
-// way, as in multiply_four_bit(). With few registers there is one set, and the warps of another
+// way, as in multiply_by_halves(). With few registers there is one set, and the warps of another
 // block work while these wait; then one branch leads from stage to stage, because a warp waits some
 // 50 cycles at each.
 template <int N, typename C, typename Started>
@@ -535,17 +582,12 @@ __device__ __forceinline__ void multiply_as_codes(const TilePipeline<C>& pipelin
                                                   Started&& started,
                                                   OperandRegisters<kHoldsOperands<C>>& held,
                                                   float (&acc)[N / 2]) {
-  constexpr DType kType = C::kNumerics.weight.storage;
-  static_assert(kBoxBytes<C> == 2 * FourBitBox<kType>::kBytes);
   Multiplier<N, Share::kWeightRows, C> stage(pipeline, place, group);
-  const BoxPlaces<kType> places(group);
-  const auto load = [&](std::uint32_t from, std::uint32_t half) {
-    return places.load(stage.ring().weights(from), half * FourBitBox<kType>::kBytes);
-  };
-  stage.await_stage(stage.ready());
-  started();
+  const CodeMaker<C> maker{stage.ring(), BoxPlaces<C::kNumerics.weight.storage>(group), tables};
   if constexpr (kFewRegisters<C>) {
     static_assert(!kGathers<C> && !kMayGather<C>, "a full stage wants no fence");
+    stage.await_stage(stage.ready());
+    started();
     std::uint32_t left = k_blocks;
 #pragma unroll
     for (float& sum : acc) sum = 0;
@@ -556,13 +598,11 @@ __device__ __forceinline__ void multiply_as_codes(const TilePipeline<C>& pipelin
       SWITCHYARD_ROLLED
       for (bool goes_on = true; goes_on;) {
         const std::uint32_t current = place.stage;
-        const BoxWords words[kHalves] = {load(current, 0), load(current, 1)};
+        const auto words = maker.load(current);
         // (It takes as long as loads do, and is needed after them.)
         const std::uint32_t tokens = stage.token_operand();
-#pragma unroll
-        for (int half = 0; half < kHalves; ++half) {
-          make_code_fragments<true>(words[half], tables, weights[half]);
-        }
+        maker.template make<0>(words, weights[0]);
+        maker.template make<1>(words, weights[1]);
         stage.issue(weights, tokens, acc);
         stage.put_off_release(current);
         stage.advance();
@@ -577,37 +617,7 @@ __device__ __forceinline__ void multiply_as_codes(const TilePipeline<C>& pipelin
     const std::uint32_t last = (place.stage == 0 ? stage.ring().stages : place.stage) - 1;
     scale_sums<N>(stage.ring().token_scales(last) + 8 * reread_thread_index<4>(), acc);
   } else {
-    Fragments &first = held.half[0], &second = held.half[1];
-    const auto keep = [go = stage.ring().stages](std::uint32_t& made, std::uint32_t bytes,
-                                                 std::uint32_t signs) {
-      sign_into(made, bytes, signs, go);
-    };
-    std::uint32_t tokens = stage.token_operand();
-    make_code_fragments<false>(load(place.stage, 0), tables, first, keep);
-    make_code_fragments<false>(load(place.stage, 1), tables, second, keep);
-    stage.issue(first, tokens, 0, acc, false);
-    stage.issue(second, tokens, 1, acc, true);
-    RingPlace next = place;
-    next.advance(stage.ring().stages);
-    bool ready = k_blocks == 1 || stage.ready(next);
-    SWITCHYARD_ROLLED
-    for (std::uint32_t left = k_blocks; --left != 0;) {
-      stage.await_stage(ready, next);
-      const BoxWords words[kHalves] = {load(next.stage, 0), load(next.stage, 1)};
-      const std::uint32_t previous = place.stage;
-      place = next;
-      next.advance(stage.ring().stages);
-      ready = left == 1 || stage.ready(next);
-      tokens = stage.token_operand();
-      cute::warpgroup_wait<1>();
-      make_code_fragments<false>(words[0], tables, first);
-      stage.issue(first, tokens, 0, acc, true);
-      cute::warpgroup_wait<1>();
-      stage.release(previous);
-      make_code_fragments<false>(words[1], tables, second);
-      stage.issue(second, tokens, 1, acc, true);
-    }
-    stage.await_products(acc);
+    multiply_by_halves<N>(stage, k_blocks, place, maker, started, held, acc);
     const std::uint32_t last = place.stage;
     stage.put_off_release(last);
     stage.advance();
@@ -627,11 +637,13 @@ __device__ __forceinline__ void multiply_weight_major(const TilePipeline<C>& pip
                                                       Started&& started,
                                                       OperandRegisters<kHoldsOperands<C>>& weights,
                                                       float (&acc)[N / 2]) {
-  if constexpr (kFourBit<C>) {
-    return multiply_four_bit<N>(pipeline, k_blocks, place, group, started, weights, acc);
-  }
   Multiplier<N, Share::kWeightRows, C> stage(pipeline, place, group);
-  if constexpr (kScaled<C>) {
+  if constexpr (kFourBit<C>) {
+    const Bf16Maker<C> maker{stage.ring(), BoxPlaces<C::kNumerics.weight.storage>(group)};
+    multiply_by_halves<N>(stage, k_blocks, place, maker, started, weights, acc);
+    stage.release(place.stage);
+    stage.advance();
+  } else if constexpr (kScaled<C>) {
     // The products of one stage. This warpgroup scales and sums them while the other warpgroup's
     // products are under way.
     float part[N / 2];

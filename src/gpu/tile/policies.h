@@ -60,6 +60,7 @@ struct MXFP4FP8Tiles : PackedTiles {
   // (The scales of more stages have no room.)
   static constexpr TileConfig kTile = weight_major_tile(256, 6);
   static constexpr int kSlotRows = kTile.max_height();
+  static constexpr bool kTiesOperands = true;
   static constexpr RoleRegisters kRegisters{.loading = 72, .math = 216};
 };
 
