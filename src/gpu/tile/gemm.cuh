@@ -29,19 +29,20 @@ __device__ __forceinline__ void gemm_tile(const TilePipeline<C>& pipeline, const
     if constexpr (kMakesCodes<C>) {
       multiply_as_codes<N>(pipeline, k_blocks, place, math_group(), sink.code_tables(), started,
                            weights, acc);
-    } else if constexpr (kStageParts<C> != 1) {
+    } else if constexpr (kStageParts<C> != 1 || (kFourBit<C> && N == 16)) {
+      const auto multiply_eights = [&]<int kEights>() {
+        if constexpr (kStageParts<C> != 1) {
+          multiply_parts<kEights, N>(pipeline, task, place, math_group(), started, acc);
+        } else {
+          multiply_low<kEights, N>(pipeline, k_blocks, place, math_group(), started, acc);
+        }
+      };
       // The tile has as many eights of tokens as N has, or one less.
-      constexpr int kEights = N / 8;
-      if (task.rows <= 8 * (kEights - 1)) {
-        multiply_parts<kEights - 1, N>(pipeline, task, place, math_group(), started, acc);
+      constexpr int kMostEights = N / 8;
+      if (task.rows <= 8 * (kMostEights - 1)) {
+        multiply_eights.template operator()<kMostEights - 1>();
       } else {
-        multiply_parts<kEights, N>(pipeline, task, place, math_group(), started, acc);
-      }
-    } else if constexpr (kFourBit<C> && N == 16) {
-      if (task.rows <= 8) {
-        multiply_low<1, N>(pipeline, k_blocks, place, math_group(), started, acc);
-      } else {
-        multiply_low<2, N>(pipeline, k_blocks, place, math_group(), started, acc);
+        multiply_eights.template operator()<kMostEights>();
       }
     } else {
       multiply_weight_major<N>(pipeline, k_blocks, place, math_group(), task.block % 2, started,
