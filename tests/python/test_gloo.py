@@ -8,6 +8,9 @@ import sys
 import pytest
 
 pytest.importorskip("torch")
+
+from conftest import launched
+
 HERE = pathlib.Path(__file__).parent
 BENCH = HERE.parents[1] / "bench"
 FEW = "--model tiny --prompt 9 --decode-prompt 8 --batches 1 --steps 2 --repeats 1 --words 2 --prompts 1".split()
@@ -33,8 +36,6 @@ def late_gloo(tmp_path_factory):
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_ranks_end_well(name, late_gloo, monkeypatch):
-    from conftest import launched
-
     command, ranks = SCRIPTS[name]
     if "transformers" in name or "hf" in name:
         pytest.importorskip("transformers", minversion="5.17")
