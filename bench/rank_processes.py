@@ -38,9 +38,14 @@ def end(wrong) -> NoReturn:
     interpreter that ends meanwhile ends them, which aborts the process (pytorch/pytorch#190489). Groups that meshes
     refer to outlive destroy_process_group(), and so do their threads. So the interpreter is not ended."""
     torch.distributed.destroy_process_group()
+    leave(int(bool(wrong)))
+
+
+def leave(code) -> NoReturn:
+    """Ends this process without waiting for collectives that others will not join."""
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(int(bool(wrong)))
+    os._exit(code)
 
 
 def require_no_multicast(script):

@@ -379,16 +379,10 @@ def run_rank(rank, args, checkpoint, rendezvous):
     except Wrong as problem:
         if rank == 0:
             print(f"stragglers: {problem}", file=sys.stderr, flush=True)
-        leave(WRONG)
+        rank_processes.leave(WRONG)
     except Exception as problem:  # whatever a rank, a library or a deadline fails with
         print(f"stragglers: rank {rank}: {type(problem).__name__}: {problem}", file=sys.stderr, flush=True)
-        leave(FAILED)
-
-
-def leave(code):
-    """Ends this process without waiting for collectives that others will not join."""
-    sys.stdout.flush()
-    os._exit(code)
+        rank_processes.leave(FAILED)
 
 
 def machine(args):

@@ -7,6 +7,7 @@ import json
 import os
 import pathlib
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -103,6 +104,17 @@ def launched(ranks, script, *words, failing=None, timeout=300):
     wrong = [out[-1000:] + errors[-3000:] for process, (out, errors) in zip(waited_for, done) if process.returncode]
     assert not wrong, "\n".join(wrong)
     return [[json.loads(line) for line in out.splitlines() if line.startswith("{")] for out, _ in done]
+
+
+def compiled(directory, name, source="int nothing;", *options):
+    """A shared library of a few lines."""
+    compiler = shutil.which("cc")
+    if compiler is None:
+        pytest.skip("no C compiler")
+    (directory / "source.c").write_text(source)
+    path = directory / name
+    subprocess.run([compiler, "-shared", "-fPIC", str(directory / "source.c"), "-o", str(path), *options], check=True)
+    return path
 
 
 def in_threads(body, arguments):

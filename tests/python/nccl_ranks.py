@@ -148,7 +148,6 @@ def in_a_rank(rank, args, rendezvous):
     if rank == 0:
         print(f"agrees: {number} rounds, {done[0]} passes of a layer and {done[1]} all-reduces a rank", flush=True)
     dist.destroy_process_group()
-    os._exit(0)  # as bench/rank_processes.py ends ranks, and why
 
 
 def main():

@@ -1,7 +1,6 @@
 """Ranks over Gloo end well though its threads are late to free what they worked on: bench/rank_processes.py says why."""
 
 import pathlib
-import shutil
 import subprocess
 import sys
 
@@ -9,7 +8,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from conftest import launched
+from conftest import compiled, launched
 
 HERE = pathlib.Path(__file__).parent
 BENCH = HERE.parents[1] / "bench"
@@ -26,12 +25,7 @@ SCRIPTS = {
 
 @pytest.fixture(scope="module")
 def late_gloo(tmp_path_factory):
-    compiler = shutil.which("cc")
-    if compiler is None:
-        pytest.skip("no C compiler")
-    library = tmp_path_factory.mktemp("late") / "late_gloo.so"
-    subprocess.run([compiler, "-shared", "-fPIC", "-O1", HERE / "late_gloo.c", "-o", library, "-ldl"], check=True)
-    return library
+    return compiled(tmp_path_factory.mktemp("late"), "late_gloo.so", (HERE / "late_gloo.c").read_text(), "-ldl")
 
 
 @pytest.mark.parametrize("name", SCRIPTS)

@@ -205,17 +205,6 @@ def test_a_library_that_is_not_there_is_said():
     assert "ImportError" in done.stderr and "/nowhere/lib.so" in done.stderr
 
 
-def compiled(directory, name, source="int nothing;", *options):
-    """A shared library of a few lines."""
-    compiler = shutil.which("cc")
-    if compiler is None:
-        pytest.skip("no C compiler")
-    (directory / "source.c").write_text(source)
-    path = directory / name
-    subprocess.run([compiler, "-shared", "-fPIC", str(directory / "source.c"), "-o", str(path), *options], check=True)
-    return path
-
-
 def imported(library):
     return run(sys.executable, "-c", "import switchyard", env=os.environ | {"SWITCHYARD_LIBRARY": str(library)})
 
@@ -236,8 +225,8 @@ def imported(library):
     ],
 )
 def test_a_library_that_is_missing_is_named_with_its_package(tmp_path, library, package):
-    needed = compiled(tmp_path, library, "int nothing(void) { return 0; }", f"-Wl,-soname,{library}")
-    ours = compiled(tmp_path, "ours.so", "int nothing(void); int sum(void) { return nothing(); }", str(needed))
+    needed = conftest.compiled(tmp_path, library, "int nothing(void) { return 0; }", f"-Wl,-soname,{library}")
+    ours = conftest.compiled(tmp_path, "ours.so", "int nothing(void); int sum(void) { return nothing(); }", str(needed))
     needed.unlink()
     if (pathlib.Path("/usr/lib/x86_64-linux-gnu") / library).exists() or run("sh", "-c", f"ldconfig -p | grep -qF {library}").returncode == 0:
         # It is installed here, so hide it: its name with a number that no version has.
@@ -273,16 +262,16 @@ def test_what_is_no_library_of_ours_is_said(tmp_path):
     (tmp_path / "text.so").write_text("no library")
     assert "invalid ELF header" in (text := imported(tmp_path / "text.so").stderr) or "file too short" in text
     assert "ImportError" in text and "SWITCHYARD_LIBRARY" in text
-    text = imported(compiled(tmp_path, "other.so")).stderr
+    text = imported(conftest.compiled(tmp_path, "other.so")).stderr
     assert "ImportError" in text and "no library of Switchyard's" in text
-    older = compiled(tmp_path, "older.so", "int sy_abi_version(void) { return 1; }")
+    older = conftest.compiled(tmp_path, "older.so", "int sy_abi_version(void) { return 1; }")
     text = imported(older).stderr
     assert "ImportError" in text and "has version 1 of the C interface" in text
     from switchyard import _abi
 
-    same = compiled(tmp_path, "same.so", f"int sy_abi_version(void) {{ return {_abi.ABI_VERSION}; }}")
+    same = conftest.compiled(tmp_path, "same.so", f"int sy_abi_version(void) {{ return {_abi.ABI_VERSION}; }}")
     text = imported(same).stderr
     assert "ImportError" in text and "lacks sy_" in text
-    undefined = compiled(tmp_path, "undefined.so", "int gone(void); int (*use)(void) = gone;")
+    undefined = conftest.compiled(tmp_path, "undefined.so", "int gone(void); int (*use)(void) = gone;")
     text = imported(undefined).stderr
     assert "undefined symbol: gone" in text and "of another version" in text
