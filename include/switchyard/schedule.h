@@ -17,14 +17,15 @@ struct Schedule {
   // The fewest rows per expert, on average, at which blocks work in pairs that share a task's
   // tokens. 0: in all passes that are not small; -1: in none. The rule: 96.
   std::optional<int> paired_rows{};
-  // The most rows per expert, on average, of a low pass: its tiles have at most 16 or 32 rows (64
+  // The most rows per expert, on average, of a low pass: its tiles have at most 16 or 32 rows (80
   // of tokens in FP8), and two blocks share a multiprocessor. For weights of four bits and calls
   // that give the routing, over ranks with a promise (ForwardInput::max_tokens_per_rank), in layers
   // that reserve no multiprocessors, have no capacity, at most 512 places of experts and no traces.
-  // 0: none is. The rule: 26, or 52 of tokens in FP8.
+  // 0: none is. The rule: 26, or 65 of tokens in FP8.
   std::optional<int> low_rows{};
   // The second GEMM of a tile (or band of tiles) is handed out after the first GEMM of the tile
-  // (band) that stands `lag` places later. At least 1. The rule: two rounds of all blocks.
+  // (band) that stands `lag` places later. At least 1. The rule: two rounds of all blocks, or
+  // six with MXFP4 times FP8.
   std::optional<int> lag{};
   // The tiles of an expert that are taken up together and share the weights they read, where
   // experts have several tiles: 1, or a power of two up to 64. The rule: the tiles of 2048 rows, if

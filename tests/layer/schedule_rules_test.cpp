@@ -67,12 +67,12 @@ TEST(ChooseLaunch, LowPassesHaveFewRowsOfEachExpert) {
   few_experts.low_tokens = 32;
   EXPECT_EQ(choose_launch({}, few_experts), Launch::kSmall);
   EXPECT_EQ(choose_launch({.low_rows = 16}, few_experts), Launch::kSmallLow);
-  LaunchFacts high = olmoe(416);  // 52 rows per expert
-  high.low_tokens = 416;
+  LaunchFacts high = olmoe(520);  // 65 rows per expert
+  high.low_tokens = 520;
   EXPECT_EQ(choose_launch({}, high), Launch::kSingle);
-  high.tall_rows = 64;
+  high.tall_rows = 80;
   EXPECT_EQ(choose_launch({}, high), Launch::kTallLow);
-  high.low_tokens = 417;
+  high.low_tokens = 521;
   EXPECT_EQ(choose_launch({}, high), Launch::kSingle);
 }
 
@@ -153,6 +153,10 @@ TEST(ChooseOrder, ByTheRule) {
   EXPECT_EQ(wide.lag, 3u);
   EXPECT_EQ(wide.banded_lag, 1u);
   EXPECT_EQ(choose_order({}, facts_of(0)).lag, 265u) << "no experts here";
+  OrderFacts more = facts_of(2048);
+  more.rounds = 5;
+  EXPECT_EQ(choose_order({}, more).lag, 43u);  // 660 / 16, rounded up, and 1
+  EXPECT_EQ(choose_order({.lag = 3}, more).lag, 3u);
 }
 
 TEST(ChooseOrder, ByTheCaller) {

@@ -87,7 +87,8 @@ TileOrder tile_order(const PolicyFacts& policy, const Schedule& schedule, unsign
                                         policy.stage_parts * kStageRowBytes);
   return choose_order(schedule, {blocks, rows, static_cast<std::uint32_t>(policy.tile.weight_rows),
                                  static_cast<std::uint32_t>(policy.tile.max_height()),
-                                 kLeastBandRows, static_cast<std::uint32_t>(stages)});
+                                 kLeastBandRows, static_cast<std::uint32_t>(stages),
+                                 policy.numerics.makes_codes() ? kRoundsWithCodes : kRounds});
 }
 
 MemoryNeeds MemoryNeeds::largest(const MemoryNeeds& a, const MemoryNeeds& b) {

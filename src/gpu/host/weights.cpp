@@ -134,8 +134,8 @@ WeightArray make_box_array(const Numerics& numerics, std::span<const FfnWeights>
   copy.rows = static_cast<std::uint32_t>(rows);
   const std::size_t box = box_bytes(numerics.weight.storage);
   const std::size_t of_expert = std::size_t{copy.boxes} * copy.k_blocks * box;
-  // A stage of several boxes may reach past the last one. Its columns there are multiplied by zeros,
-  // and their scales must be the offsets of tables: see box_step().
+  // A stage of several boxes may reach past the last one. Its columns there are multiplied by
+  // zeros, and their scales must be the offsets of tables: see box_step().
   const std::size_t all = experts.size() * of_expert;
   own = DeviceBuffer(all + box);
   SWITCHYARD_CUDA(cudaMemset(own.data() + all, 0, box));

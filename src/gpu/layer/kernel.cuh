@@ -63,10 +63,12 @@
 //   gemm1_done[t]  1 per block of weight rows, from its scheduler (small       tokens (GEMM2); pack
 //                  passes: 2, from its math warpgroups): h of tile t is        to reuse t's slot
 //                  written
-//   parts_stored   small passes in FP8, and weights of four bits times FP8:    nobody: the last one
-//                  1 per part of what shares a scale that is written in bf16,  quantizes it
-//                  128 columns of h or all; gemm1_done then counts all of that
-//   gemm2_done[t]  counted as gemm1_done: cells of tile t are written          combine; tokens and
+//   parts_stored   small passes in FP8, and weights of four bits times FP8:    nobody: the last
+//                  1 per part of what shares a scale that is written in bf16,  ones quantize it
+//                  128 columns of h or all; gemm1_done then counts all of
+//                  that, and above them 1 per piece that somebody quantizes
+//   gemm2_done[t]  counted as gemm1_done (four bits times FP8: 1, from the     combine; tokens and
+//                  scheduler): cells of tile t are written
 //                                                                              pack, to reuse t's h
 //   sent[e]        8 per row of another rank's expert: the row is sent         the last sender
 //   first_sources  several ranks, with a patience: the first block that        all blocks
@@ -93,8 +95,9 @@ static_assert(kPackedArrivals.full == 1 + 1 && kGatheredArrivals.full == 1 + 64 
                   kPackedArrivals.demand == 1 + 1 && kPackedArrivals.gate_full == 1 &&
                   kPackedArrivals.ticket_full == 1 && kGatheredArrivals.ticket_full == 64 &&
                   kPackedArrivals.packing == 1 && kPackedArrivals.task_empty == 1 + 1 + 8 &&
-                  kGatheredArrivals.task_empty == 1 + 2 + 8 && kPublishers<BF16Policy> == 1 &&
-                  kPublishers<SmallPass<BF16Policy>> == 2,
+                  kGatheredArrivals.task_empty == 1 + 2 + 8 &&
+                  publishers<BF16Policy>(TaskKind::kGemm1) == 1 &&
+                  publishers<SmallPass<BF16Policy>>(TaskKind::kGemm1) == 2,
               "the table above");
 
 // Initialises the block's barriers. Called by the block's first thread.

@@ -20,38 +20,43 @@ class LayerSink {
   __device__ __forceinline__ void started() {
     pass_.trace().math(kFirstTaskRecord + reader_.index(), &TraceRecord::begin);
     if (needs_entries()) fetch_entries(pass_.exchange(), pass_.epilogue(), task_, math_group());
-    stored_.finish();
+    if constexpr (StoredPart<kGated, P>::kPutsOff) stored_.finish();
   }
   __device__ std::uint32_t code_tables() const { return shared_address(pass_.epilogue().tables); }
   __device__ __forceinline__ void multiplied() {
     pass_.trace().math(kFirstTaskRecord + reader_.index(), &TraceRecord::products);
-    if (needs_entries()) await_copies();
+    if (kFewRegisters<P> || needs_entries()) await_copies();
   }
   template <int kVariant, typename Sums>
   __device__ __forceinline__ void finish(Sums& acc) {
+    // (With few registers the task is found again. Nothing of it is kept while tiles are
+    // multiplied.)
+    const TileTask& task = kFewRegisters<P> ? reader_.again() : task_;
+    const bool first = kFewRegisters<P> ? task.kind == TaskKind::kGemm1 : first_;
     const Epilogue<P> epilogue = pass_.epilogue();
-    if (first_) {
+    if (first) {
       finish_hidden<kVariant, kSilu, kGated>(
-          epilogue, task_, math_group(), pass_.hidden(),
+          epilogue, task, math_group(), pass_.hidden(),
           [&](std::uint32_t group) {
-            fetch_weights(pass_.exchange(), epilogue, pass_.state().route.tables.weights, task_,
+            fetch_weights(pass_.exchange(), epilogue, pass_.state().route.tables.weights, task,
                           group);
           },
           acc);
     } else {
-      place_cells(pass_.exchange(), epilogue, task_, math_group());
+      place_cells(pass_.exchange(), epilogue, task, math_group());
       const std::uint32_t group = math_group();
       finish_rows<kVariant>(
-          epilogue, task_, group, [&](std::uint32_t row) { return epilogue.output(group, row); },
+          epilogue, task, group, [&](std::uint32_t row) { return epilogue.output(group, row); },
           acc);
     }
     // After this barrier all of the warpgroup has stored, so the next tile may reuse this one's
     // places in shared memory.
     named_barrier<kWarpgroup>(group_barrier(math_group()));
-    if (pass_.progress().quantizes_together() && first_) {
-      stored_.put_off(task_);
-    } else if (P::kPublisher == Publisher::kMath && reread_thread_index<kWarpgroup>() == 0) {
-      publish_stored(pass_.progress(), task_);
+    if (pass_.progress().quantizes_together() && first) {
+      stored_.put_off(task);
+    } else if (math_publishes<P>(first ? TaskKind::kGemm1 : TaskKind::kGemm2) &&
+               reread_thread_index<kWarpgroup>() == 0) {
+      publish_stored(pass_.progress(), task);
     }
     // In large passes the scheduler publishes the tile when all math warps have released its task.
     if (reread_thread_index<32>() == 0) reader_.release();
@@ -111,7 +116,7 @@ __device__ __forceinline__ void math_role(const Pass<P>& pass) {
                                           static_cast<std::uint32_t>(task->kind),
                     0);
     const auto kind = static_cast<TaskKind>(head & 7);
-    if (kind != TaskKind::kGemm1) stored.finish();
+    if (kind != TaskKind::kGemm1 || !StoredPart<kGated, P>::kPutsOff) stored.finish();
     if (kind == TaskKind::kNone) {
       report_stuck_ring(pass);
       return;

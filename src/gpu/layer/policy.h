@@ -67,7 +67,7 @@ struct INT4Policy : FourBitPolicy<INT4Tiles> {};
 // All columns of h share a scale, so h is stored in bf16 first, behind its codes.
 struct MXFP4FP8Policy : MXFP4FP8Tiles, LargePass {
   static constexpr std::uint32_t kRingBytes = 188 * 1024;
-  static constexpr Publisher kPublisher = Publisher::kMath;
+  static constexpr Publisher kPublisher = Publisher::kMathFirst;
   static constexpr std::uint32_t kHiddenStretch = 3;
   static constexpr std::uint32_t kStagesAhead = 6;
   static constexpr std::uint32_t kCopyVectors = 4;  // the loading warps have few registers
@@ -115,16 +115,17 @@ struct SmallPass : SmallChoices<P> {
 // fast warps turn codes into operands. Low tiles need few registers, so two blocks share a
 // multiprocessor, and twice as many warps hide each other's waits. A gate has no room in so few
 // registers. Weights that become E5M2 (makes_codes()) go to the warpgroup's instruction, which
-// wants more registers; stages then have one part, which is as deep as two of bf16.
-template <typename P, int kRows = kLowRows, std::uint32_t kParts = kMakesCodes<P> ? 1 : kLowParts>
+// wants more registers. A part of their stages is as deep as two of bf16; those of higher tiles
+// have one, because operands of two and more sums would want more registers than there are.
+template <typename P, int kRows = kLowRows, std::uint32_t kParts = kMakesCodes<P> ? 2 : kLowParts>
 struct LowPass : P {
   static constexpr int kBlocksPerSM = 2;
-  static constexpr std::uint32_t kRingBytes = (kMakesCodes<P> ? 77 : 84) * 1024;
+  static constexpr std::uint32_t kRingBytes = (kMakesCodes<P> && kParts == 1 ? 77 : 84) * 1024;
   static constexpr TileConfig kTile =
       single_block_tile({kRows, kLowRows, kLowRows}, kUsualStages, 0);
   static constexpr int kSlotRows = kRows;
   static constexpr std::uint32_t kStageParts = kParts, kStagesTogether = 1,
-                                 kStagesAhead = kMakesCodes<P> ? 6 : 12 / kParts;
+                                 kStagesAhead = (kMakesCodes<P> ? 6 : 12) / kParts;
   static constexpr std::uint32_t kCopyVectors = kMakesCodes<P> ? 2 : P::kCopyVectors;
   static constexpr TokenBoxes kSlotBoxes = kLowTokenBoxes;
   static constexpr bool kGivenRouting = true;
@@ -135,10 +136,10 @@ struct LowPass : P {
   static constexpr RoleRegisters kRegisters{.loading = launch_registers(kBlocksPerSM) - 2 * kMoved,
                                             .math = launch_registers(kBlocksPerSM) + kMoved};
 };
-// The same with tiles of more tokens. Those in FP8 are half as many bytes, in whose stages there is
-// room for twice as many.
+// The same with tiles of more tokens. Those in FP8 are half as many bytes, so stages have room for
+// more of them, and threads have registers for the sums of 80.
 template <typename P>
-inline constexpr int kTallRows = kMakesCodes<P> ? 2 * kTallLowRows : kTallLowRows;
+inline constexpr int kTallRows = kMakesCodes<P> ? 80 : kTallLowRows;
 template <typename P>
 using TallLowPass = LowPass<P, kTallRows<P>, kMakesCodes<P> ? 1 : kTallLowParts>;
 template <typename P>

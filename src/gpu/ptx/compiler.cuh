@@ -31,6 +31,12 @@ __device__ __forceinline__ std::uint32_t opaque() {
   return value;
 }
 
+// A number that the compiler does not recognise as one that it has.
+__device__ __forceinline__ std::uint32_t opaque_value(std::uint32_t value) {
+  asm volatile("" : "+r"(value));
+  return value;
+}
+
 // True in one thread of a converged warp. The compiler knows that it is one thread and keeps what
 // it computes in uniform registers, where the copy engine's instructions want their operands. For a
 // thread chosen by its number it makes every such instruction a loop over all possible lanes.

@@ -74,5 +74,15 @@ __device__ __forceinline__ bool named_barrier_any(std::uint32_t id, bool says) {
       : "memory");
   return any != 0;
 }
+// Waits at the barrier; returns how many of the threads passed true.
+template <int Threads>
+__device__ __forceinline__ std::uint32_t named_barrier_count(std::uint32_t id, bool says) {
+  std::uint32_t count;
+  asm volatile("{\n .reg .pred p;\n setp.ne.u32 p, %1, 0;\n bar.red.popc.u32 %0, %2, %3, p;\n}"
+               : "=r"(count)
+               : "r"(says ? 1u : 0u), "r"(id), "n"(Threads)
+               : "memory");
+  return count;
+}
 
 }  // namespace switchyard::gpu

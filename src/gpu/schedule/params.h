@@ -19,7 +19,8 @@ inline constexpr int kLowParts = 4, kTallLowParts = 2;
 // first wait until the part has reached the L2 cache, which takes 1 us.
 enum class Publisher {
   kScheduler,  // while the math warps work on the next tile
-  kMath        // each warpgroup for itself, at once: for passes in which another block waits for it
+  kMath,       // each warpgroup for itself, at once: for passes in which another block waits for it
+  kMathFirst   // the warpgroups for first GEMMs, whose parts they count; the scheduler for others
 };
 
 struct PartitionParams {

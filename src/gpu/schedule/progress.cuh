@@ -11,10 +11,17 @@
 
 namespace switchyard::gpu {
 
-// The number of additions by which a block tells that it has stored its part of a tile: see
-// Publisher.
+// True if math warpgroups tell that they have stored their parts of tiles, and the number of
+// additions by which a block tells it: see Publisher.
 template <typename P>
-inline constexpr std::uint32_t kPublishers = P::kPublisher == Publisher::kMath ? kMathGroups : 1;
+__device__ constexpr bool math_publishes(TaskKind kind) {
+  return P::kPublisher == Publisher::kMath ||
+         (P::kPublisher == Publisher::kMathFirst && kind == TaskKind::kGemm1);
+}
+template <typename P>
+__device__ constexpr std::uint32_t publishers(TaskKind kind) {
+  return math_publishes<P>(kind) ? kMathGroups : 1;
+}
 
 struct alignas(8) WorkState {
   std::uint32_t log2_rows;           // weight rows of a task, of a pair's task if there are pairs
@@ -57,11 +64,12 @@ struct Progress {
   }
   __device__ bool gemm1_complete(std::uint32_t tile) const {
     return load_acquire_gpu(gemm1_done(tile)) >=
-           (kPublishers<P> * tasks(experts.ffn(table.is_shared(tile)).gemm1_rows)) << paired;
+           (publishers<P>(TaskKind::kGemm1) * tasks(experts.ffn(table.is_shared(tile)).gemm1_rows))
+               << paired;
   }
   __device__ bool gemm2_complete(std::uint32_t tile) const {
     return load_acquire_gpu(gemm2_done(tile)) >=
-           (kPublishers<P> * tasks(experts.ffn(table.is_shared(tile)).gemm2_rows))
+           (publishers<P>(TaskKind::kGemm2) * tasks(experts.ffn(table.is_shared(tile)).gemm2_rows))
                << paired << work.log2_splits;
   }
   // True if the tile's h may be written: the tile that used the slot before no longer needs it.
@@ -82,7 +90,7 @@ struct Progress {
 };
 
 // Tells other blocks that this one, or one of its math warpgroups, has stored its part of a tile:
-// see kPublishers. Called by one thread, ordered after all the stores.
+// see publishers(). Called by one thread, ordered after all the stores.
 template <typename P>
 __device__ __forceinline__ void publish_stored(const Progress<P>& progress, const TileTask& task) {
   add_release_gpu(task.kind == TaskKind::kGemm1 ? progress.gemm1_done(task.tile)

@@ -92,6 +92,10 @@ class TaskReader {
     if (speaks) queue_.trace_task(kRole, index(), task);
     return true;
   }
+  // The task that was read last, found anew: the compiler would keep its address in a register.
+  __device__ const TileTask& again() const {
+    return queue_.block.tasks[opaque_value(count_ - 1) % kTaskSlots];
+  }
   // The number of the last task read.
   __device__ std::uint32_t index() const { return count_ - 1; }
   __device__ void release() const {

@@ -44,7 +44,7 @@ inline constexpr int kPairedRows = 96;
 
 // The most rows per expert of a pass whose tiles have up to kLowRows, over all ranks. Beyond,
 // experts have so many tiles that higher ones take less time. The same holds beyond 26 rows of low
-// passes whose higher tiles have up to 32, and twice as many of twice as high tiles.
+// passes whose higher tiles have up to 32, and beyond as many times more of higher ones.
 inline constexpr int kLowRowsPerExpert = 11;
 constexpr int low_rows_per_expert(int tall_rows) { return 26 * tall_rows / kTallLowRows; }
 // The fewest tokens of a low pass that would be small, where no kernel is for both. (On H200s, low
@@ -135,20 +135,25 @@ SWITCHYARD_HOST_DEVICE constexpr std::uint32_t first_sources(std::uint32_t all, 
 
 // --- The order of tiles.
 
+// GEMM2 of a tile is taken up two rounds of all blocks after its GEMM1 was handed out. This was
+// measured against 0.6, 1, 1.25 and 3 rounds; see docs/decisions/0013. Where a tile's h is made
+// into codes when all of it is stored, it is six: of gpt-oss-20b with 1024 tokens, passes with 2,
+// 3, 4, 5 and 6.5 took 385, 377, 363, 354 and 344 us on an H200.
+inline constexpr std::uint32_t kRounds = 2, kRoundsWithCodes = 6;
+
 struct OrderFacts {
-  std::uint32_t blocks;           // of the launch
-  std::uint32_t gemm1_rows;       // weight rows, of the FFN that has fewer
-  std::uint32_t task_rows;        // weight rows of a block's task
-  std::uint32_t tile_height;      // token rows of the highest tile
-  std::uint32_t least_band_rows;  // with fewer weight rows a band is not worth it
-  std::uint32_t gemm2_stages;     // stages of GEMM2's K, of the FFN that has fewer; at least 1
+  std::uint32_t blocks;            // of the launch
+  std::uint32_t gemm1_rows;        // weight rows, of the FFN that has fewer
+  std::uint32_t task_rows;         // weight rows of a block's task
+  std::uint32_t tile_height;       // token rows of the highest tile
+  std::uint32_t least_band_rows;   // with fewer weight rows a band is not worth it
+  std::uint32_t gemm2_stages;      // stages of GEMM2's K, of the FFN that has fewer; at least 1
+  std::uint32_t rounds = kRounds;  // of all blocks, between a tile's GEMM1 and its GEMM2
 };
 
 constexpr TileOrder choose_order(const Schedule& asked, const OrderFacts& facts) {
   const std::uint32_t tasks = std::max(1u, protocol::ceil_div(facts.gemm1_rows, facts.task_rows));
-  // GEMM2 of a tile is taken up two rounds of all blocks after its GEMM1 was handed out. This was
-  // measured against 0.6, 1, 1.25 and 3 rounds; see docs/decisions/0013.
-  const std::uint32_t round = 2 * facts.blocks;
+  const std::uint32_t between = facts.rounds * facts.blocks;
   // The token rows of a band. Where a tile is work for many blocks, the tiles of so many rows of an
   // expert share the weights that they read.
   constexpr std::uint32_t kBandRows = 2048;
@@ -159,14 +164,14 @@ constexpr TileOrder choose_order(const Schedule& asked, const OrderFacts& facts)
   TileOrder order{};
   order.log2_band = static_cast<std::uint32_t>(std::countr_zero(band));
   order.lag =
-      asked.lag ? static_cast<std::uint32_t>(*asked.lag) : protocol::ceil_div(round, tasks) + 1;
+      asked.lag ? static_cast<std::uint32_t>(*asked.lag) : protocol::ceil_div(between, tasks) + 1;
   if (asked.splits) {
     // A part without a stage would never be asked for.
     const std::uint32_t splits =
         std::min(static_cast<std::uint32_t>(*asked.splits), std::bit_floor(facts.gemm2_stages));
     order.forced_splits = 1 + static_cast<std::uint32_t>(std::countr_zero(splits));
   }
-  order.banded_lag = asked.lag || band == 1 ? order.lag : protocol::ceil_div(round, band * tasks);
+  order.banded_lag = asked.lag || band == 1 ? order.lag : protocol::ceil_div(between, band * tasks);
   return order;
 }
 

@@ -158,7 +158,7 @@ __device__ __forceinline__ void scheduler_role(const Schedule<P>& schedule,
                                     published / kTaskSlots % 2))) {
         const TileTask& task = schedule.queue.block.tasks[slot];
         // A block that has given up publishes nothing: it may not have stored its part.
-        if (P::kPublisher == Publisher::kScheduler && speaks && task.kind != TaskKind::kCombine &&
+        if (speaks && task.kind != TaskKind::kCombine && !math_publishes<P>(task.kind) &&
             schedule.life.goes_on()) {
           publish_stored(schedule.progress, task);
         }

@@ -2,6 +2,8 @@
 // stages: tile/load.cuh.
 #pragma once
 
+#include <algorithm>
+
 #include "gpu/tile/finish.cuh"
 
 namespace switchyard::gpu {
@@ -27,7 +29,7 @@ __device__ __forceinline__ void gemm_tile(const TilePipeline<C>& pipeline, const
   } else {
     float acc[N / 2];
     if constexpr (kMakesCodes<C>) {
-      multiply_as_codes<N>(pipeline, k_blocks, place, math_group(), sink.code_tables(), started,
+      multiply_as_codes<N>(pipeline, task, k_blocks, place, math_group(), sink.code_tables(), started,
                            weights, acc);
     } else if constexpr (kStageParts<C> != 1 || (kFourBit<C> && N == 16)) {
       const auto multiply_eights = [&]<int kEights>() {
@@ -53,11 +55,6 @@ __device__ __forceinline__ void gemm_tile(const TilePipeline<C>& pipeline, const
   }
 }
 
-// The heights of weight-major tiles that there are instructions for.
-constexpr bool is_tile_height(int rows) {
-  return rows == 16 || rows == 32 || (rows % 32 == 0 && rows >= 64 && rows <= 256);
-}
-
 // Multiplies a tile of so many units of rows: chooses the variant of gemm_tile().
 template <typename C, typename Sink>
 __device__ __forceinline__ void gemm_tile_of(std::uint32_t units, const TilePipeline<C>& pipeline,
@@ -72,23 +69,26 @@ __device__ __forceinline__ void gemm_tile_of(std::uint32_t units, const TilePipe
       gemm_tile<1, 0>(pipeline, task, k_blocks, meets, place, weights, sink);
     }
   } else {
-    static_assert(is_tile_height(C::kTile.max_height()), "no case is of the highest tile");
+    // Tiles have one of these heights, or the highest if that is less.
+    constexpr int kHighest = C::kTile.max_height();
+    static_assert(kHighest <= 256);
     switch (units) {
-#define SWITCHYARD_HEIGHT(height)                                                  \
-  case (height) / kUnitRows:                                                       \
-    if constexpr ((height) <= C::kTile.max_height()) {                             \
-      gemm_tile<0, height>(pipeline, task, k_blocks, meets, place, weights, sink); \
-    }                                                                              \
+#define SWITCHYARD_HEIGHT(height, lower)                                                        \
+  case (height) / kUnitRows:                                                                    \
+    if constexpr ((lower) < kHighest) {                                                         \
+      gemm_tile<0, std::min(height, kHighest)>(pipeline, task, k_blocks, meets, place, weights, \
+                                               sink);                                           \
+    }                                                                                           \
     break;
-      SWITCHYARD_HEIGHT(16)
-      SWITCHYARD_HEIGHT(32)
-      case 3: SWITCHYARD_HEIGHT(64)
-      case 5: SWITCHYARD_HEIGHT(96)
-      case 7: SWITCHYARD_HEIGHT(128)
-      case 9: SWITCHYARD_HEIGHT(160)
-      case 11: SWITCHYARD_HEIGHT(192)
-      case 13: SWITCHYARD_HEIGHT(224)
-      case 15: SWITCHYARD_HEIGHT(256)
+      SWITCHYARD_HEIGHT(16, 0)
+      SWITCHYARD_HEIGHT(32, 16)
+      case 3: SWITCHYARD_HEIGHT(64, 32)
+      case 5: SWITCHYARD_HEIGHT(96, 64)
+      case 7: SWITCHYARD_HEIGHT(128, 96)
+      case 9: SWITCHYARD_HEIGHT(160, 128)
+      case 11: SWITCHYARD_HEIGHT(192, 160)
+      case 13: SWITCHYARD_HEIGHT(224, 192)
+      case 15: SWITCHYARD_HEIGHT(256, 224)
 #undef SWITCHYARD_HEIGHT
       default: break;
     }

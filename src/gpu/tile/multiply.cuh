@@ -542,7 +542,7 @@ __device__ __forceinline__ void scale_sums(std::uint32_t scales, float (&acc)[N 
 template <typename C>
 struct CodeMaker {
   static constexpr DType kType = C::kNumerics.weight.storage;
-  static_assert(kBoxBytes<C> == 2 * FourBitBox<kType>::kBytes);
+  static_assert(kBoxBytes<C> == 2 * kStageParts<C> * FourBitBox<kType>::kBytes);
   struct Words {
     BoxWords of_half[kHalves];
   };
@@ -550,9 +550,9 @@ struct CodeMaker {
   const BoxPlaces<kType> places;
   std::uint32_t tables;
 
-  __device__ __forceinline__ Words load(std::uint32_t stage) const {
-    const std::uint32_t weights = ring.weights(stage);
-    return {{places.load(weights), places.load(weights, FourBitBox<kType>::kBytes)}};
+  __device__ __forceinline__ Words load(std::uint32_t stage, std::uint32_t part = 0) const {
+    const std::uint32_t weights = ring.weights(stage), box = FourBitBox<kType>::kBytes;
+    return {{places.load(weights, 2 * part * box), places.load(weights, (2 * part + 1) * box)}};
   }
   template <int kHalf>
   __device__ __forceinline__ void make(const Words& words, Fragments& to) const {
@@ -572,14 +572,14 @@ struct CodeMaker {
 // stage. All columns of a token share a scale, so the matrix unit sums the products of all stages.
 // The tokens' scales apply at the end, if the ring has them; the powers of the rows wait for the
 // epilogue. The operands of half a stage are made while the products of the half before are under
-// way, as in multiply_by_halves(). With few registers there is one set, and the warps of another
-// block work while these wait; then one branch leads from stage to stage, because a warp waits some
-// 50 cycles at each.
+// way, as in multiply_by_halves(). With few registers there is one set for each
+// part of a stage, and the warps of another block work while these wait; then one branch leads from
+// stage to stage, because a warp waits some 50 cycles at each.
 template <int N, typename C, typename Started>
 __device__ __forceinline__ void multiply_as_codes(const TilePipeline<C>& pipeline,
-                                                  std::uint32_t k_blocks, RingPlace& place,
-                                                  std::uint32_t group, std::uint32_t tables,
-                                                  Started&& started,
+                                                  const TileTask& task, std::uint32_t k_blocks,
+                                                  RingPlace& place, std::uint32_t group,
+                                                  std::uint32_t tables, Started&& started,
                                                   OperandRegisters<kHoldsOperands<C>>& held,
                                                   float (&acc)[N / 2]) {
   Multiplier<N, Share::kWeightRows, C> stage(pipeline, place, group);
@@ -588,31 +588,45 @@ __device__ __forceinline__ void multiply_as_codes(const TilePipeline<C>& pipelin
     static_assert(!kGathers<C> && !kMayGather<C>, "a full stage wants no fence");
     stage.await_stage(stage.ready());
     started();
-    std::uint32_t left = k_blocks;
 #pragma unroll
     for (float& sum : acc) sum = 0;
-    Fragments weights[kHalves];
+    constexpr std::uint32_t kParts = kStageParts<C>;
+    const std::uint32_t last_parts = kParts == 1 ? 1 : task.last_parts;
+    std::uint32_t left = last_parts == kParts ? k_blocks : k_blocks - 1;
+    Fragments weights[kParts][kHalves];
+    // Issues the products of the next stage's part.
+    std::uint32_t tokens = 0;
+    const auto issue = [&](std::uint32_t part) {
+      const auto words = maker.load(place.stage, part);
+      // (It takes as long as loads do, and is needed after them.)
+      if (part == 0) tokens = stage.token_operand();
+      maker.template make<0>(words, weights[part][0]);
+      maker.template make<1>(words, weights[part][1]);
+      stage.issue(weights[part], tokens + part * (StageLayout<C>::kTokenPartBytes >> 4), acc);
+    };
     // (All warps of the warpgroup come to the same products, so the compiler may not copy them.)
     SWITCHYARD_ROLLED
-    for (;;) {
+    while (left != 0) {
       SWITCHYARD_ROLLED
       for (bool goes_on = true; goes_on;) {
-        const std::uint32_t current = place.stage;
-        const auto words = maker.load(current);
-        // (It takes as long as loads do, and is needed after them.)
-        const std::uint32_t tokens = stage.token_operand();
-        maker.template make<0>(words, weights[0]);
-        maker.template make<1>(words, weights[1]);
-        stage.issue(weights, tokens, acc);
-        stage.put_off_release(current);
+#pragma unroll
+        for (std::uint32_t part = 0; part < kParts; ++part) issue(part);
+        stage.put_off_release(place.stage);
         stage.advance();
         --left;
         // Lanes that saw different answers would part, so they vote.
         goes_on = __all_sync(~0u, stage.ready() & (left != 0)) != 0;
         stage.await_products(acc);
       }
-      if (left == 0) break;
-      stage.await_stage(false);
+      if (left != 0) stage.await_stage(false);
+    }
+    if (last_parts != kParts) {
+      if (k_blocks != 1) stage.await_stage(false);
+      static_assert(kParts <= 2, "the last stage has one part or all");
+      issue(0);
+      stage.put_off_release(place.stage);
+      stage.advance();
+      stage.await_products(acc);
     }
     const std::uint32_t last = (place.stage == 0 ? stage.ring().stages : place.stage) - 1;
     scale_sums<N>(stage.ring().token_scales(last) + 8 * reread_thread_index<4>(), acc);
