@@ -273,7 +273,7 @@ TEST_F(GpuFourBits, NonsenseIsRefused) {
 }
 
 // Passes whose routing is given have kernels of their own if their tiles have at most 16 rows: one
-// for small passes (with tokens in bf16), one for others. From 75 tokens on tiles have up to 32 (64
+// for small passes (with tokens in bf16), one for others. From 75 tokens on tiles have up to 32 (80
 // of tokens in FP8), in a third. Skewed routing gives an expert several tiles. The bits are those
 // of other kernels, as far as small passes do not cut K.
 TEST_F(GpuFourBits, LowPassesOfEverySkewAndSize) {

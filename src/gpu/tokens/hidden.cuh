@@ -13,8 +13,8 @@ namespace switchyard::gpu {
 // columns. The last of them makes the codes and scales of the whole group, and tells of all parts.
 // To find out which is the last takes a round trip to the L2 cache. So it is put off until the next
 // tile's first tokens have arrived, if it is a first GEMM's, which waits for nothing that depends
-// on it. With few registers there are none to keep it in, and the other block's warps work in the
-// meantime.
+// on it. With few registers there are none to keep it in while tiles are multiplied: the last part
+// does it at once, and the other block's warps work in the meantime.
 //
 // A group of all columns is long: one warpgroup takes 40 us for 110 rows of 2880. So its rows are
 // cut into pieces. The last part's warpgroup takes one after the other until none is left, and
@@ -57,8 +57,8 @@ class StoredPart {
   __device__ std::uint32_t shift() const { return 4 * (group_ % PassWords::kGroupsOfWord); }
   // Makes the group's codes if this part is its last. Of a group of all columns, makes those of
   // pieces of the rows if all parts are stored and this one is among the last; if others are still
-  // missing, `comes_again` leaves it to finish() to look once more.
-  template <bool comes_again>
+  // missing, `kComesAgain` leaves it to finish() to look once more.
+  template <bool kComesAgain>
   __device__ void quantize_if_complete() {
     const FfnParams& ffn = progress_.experts.ffn(shared_);
     const auto intermediate = static_cast<std::uint32_t>(ffn.intermediate);
@@ -90,9 +90,9 @@ class StoredPart {
     if (thread == 0) {
       const std::uint32_t later = parts - 1 - before_ % kTaken;
       const bool helps = later != 0 && later < kHelpersOfPiece * pieces;
-      takes = later == 0 || (!comes_again && helps && load_acquire_gpu(word) % kTaken == parts);
+      takes = later == 0 || (!kComesAgain && helps && load_acquire_gpu(word) % kTaken == parts);
       if (takes) fence_gpu();
-      if (comes_again && helps) number = kLater;
+      if (kComesAgain && helps) number = kLater;
     }
 #pragma unroll 1
     for (;;) {
@@ -103,7 +103,7 @@ class StoredPart {
       if (thread < 32) number = __shfl_sync(~0u, number, 0);
       number = named_barrier_count<kWarpgroup>(group_barrier(math_group()),
                                                thread < 32 && thread < number);
-      if (number == 0 || (comes_again && number == kLater)) break;
+      if (number == 0 || (kComesAgain && number == kLater)) break;
       quantize_rows(intermediate, (number - 1) * kPieceRows, thread);
       named_barrier<kWarpgroup>(group_barrier(math_group()));
       if (thread == 0) {
