@@ -29,8 +29,8 @@ __device__ __forceinline__ void gemm_tile(const TilePipeline<C>& pipeline, const
   } else {
     float acc[N / 2];
     if constexpr (kMakesCodes<C>) {
-      multiply_as_codes<N>(pipeline, task, k_blocks, place, math_group(), sink.code_tables(), started,
-                           weights, acc);
+      multiply_as_codes<N>(pipeline, task, k_blocks, place, math_group(), sink.code_tables(),
+                           started, weights, acc);
     } else if constexpr (kStageParts<C> != 1 || (kFourBit<C> && N == 16)) {
       const auto multiply_eights = [&]<int kEights>() {
         if constexpr (kStageParts<C> != 1) {
