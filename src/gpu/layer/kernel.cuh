@@ -68,8 +68,7 @@
 //                  128 columns of h or all; gemm1_done then counts all of
 //                  that, and above them 1 per piece that somebody quantizes
 //   gemm2_done[t]  counted as gemm1_done (four bits times FP8: 1, from the     combine; tokens and
-//                  scheduler): cells of tile t are written
-//                                                                              pack, to reuse t's h
+//                  scheduler): cells of tile t are written                     pack, to reuse t's h
 //   sent[e]        8 per row of another rank's expert: the row is sent         the last sender
 //   first_sources  several ranks, with a patience: the first block that        all blocks
 //                  chooses them

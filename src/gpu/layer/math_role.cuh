@@ -29,8 +29,8 @@ class LayerSink {
   }
   template <int kVariant, typename Sums>
   __device__ __forceinline__ void finish(Sums& acc) {
-    // (With few registers the task is found again. Nothing of it is kept while tiles are
-    // multiplied.)
+    // (With few registers the task is found again: nothing of it, nor whether it has entries, is
+    // kept while tiles are multiplied.)
     const TileTask& task = kFewRegisters<P> ? reader_.again() : task_;
     const bool first = kFewRegisters<P> ? task.kind == TaskKind::kGemm1 : first_;
     const Epilogue<P> epilogue = pass_.epilogue();

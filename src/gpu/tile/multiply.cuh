@@ -538,7 +538,7 @@ __device__ __forceinline__ void scale_sums(std::uint32_t scales, float (&acc)[N 
   }
 }
 
-// The operands in E5M2, of two boxes in each stage. `tables`: see make_code_fragments().
+// The operands in E5M2, of two boxes in each part of a stage. `tables`: see make_code_fragments().
 template <typename C>
 struct CodeMaker {
   static constexpr DType kType = C::kNumerics.weight.storage;
@@ -568,11 +568,11 @@ struct CodeMaker {
   }
 };
 
-// The K loop of a weight-major tile with weights of four bits that become E5M2, two boxes in a
-// stage. All columns of a token share a scale, so the matrix unit sums the products of all stages.
-// The tokens' scales apply at the end, if the ring has them; the powers of the rows wait for the
-// epilogue. The operands of half a stage are made while the products of the half before are under
-// way, as in multiply_by_halves(). With few registers there is one set for each
+// The K loop of a weight-major tile with weights of four bits that become E5M2, two boxes in each
+// part of a stage. All columns of a token share a scale, so the matrix unit sums the products of
+// all stages. The tokens' scales apply at the end, if the ring has them; the powers of the rows
+// wait for the epilogue. The operands of half a stage are made while the products of the half
+// before are under way, as in multiply_by_halves(). With few registers there is one set for each
 // part of a stage, and the warps of another block work while these wait; then one branch leads from
 // stage to stage, because a warp waits some 50 cycles at each.
 template <int N, typename C, typename Started>
