@@ -18,10 +18,10 @@ struct Schedule {
   // tokens. 0: in all passes that are not small; -1: in none. The rule: 96.
   std::optional<int> paired_rows{};
   // The most rows per expert, on average, of a low pass: its tiles have at most 16 or 32 rows (80
-  // of tokens in FP8), and two blocks share a multiprocessor. For weights of four bits and calls
-  // that give the routing, over ranks with a promise (ForwardInput::max_tokens_per_rank), in layers
-  // that reserve no multiprocessors, have no capacity, at most 512 places of experts and no traces.
-  // 0: none is. The rule: 26, or 65 of tokens in FP8.
+  // of tokens in FP8), and two blocks share a multiprocessor. For weights of four bits, over ranks
+  // with a promise (ForwardInput::max_tokens_per_rank), in layers that reserve no multiprocessors,
+  // have no capacity, at most 512 places of experts and no traces. Where the call does not give the
+  // routing, a launch before the pass finds it. 0: none is. The rule: 26, or 65 of tokens in FP8.
   std::optional<int> low_rows{};
   // The second GEMM of a tile (or band of tiles) is handed out after the first GEMM of the tile
   // (band) that stands `lag` places later. At least 1. The rule: two rounds of all blocks, or

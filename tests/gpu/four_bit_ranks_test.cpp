@@ -1,7 +1,9 @@
 // Four-bit experts over ranks on GPUs. Where there are fewer GPUs than ranks, ranks share them.
+#include <fmt/format.h>
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <optional>
 #include <utility>
 
 #include "support/accuracy.h"
@@ -58,18 +60,21 @@ TEST_P(FourBitsOnRanks, TheSameBitsHoweverMany) {
 
 // Where ranks promise how many tokens they have, passes of few rows per expert run the kernels for
 // low ones, on GPUs of their own: with 11 rows per expert and more (a promise of 132 tokens) that
-// of tiles up to 32. The bits are those of other kernels, and a rank without tokens runs one.
+// of tiles up to 32. The bits are those of other kernels, and a rank without tokens runs one. Where
+// layers choose the experts themselves, a launch does so before the pass.
 template <typename Check>
 void expect_low_passes(DType dtype, const LayerOptions& options, Check&& check) {
   const LayerSpec spec = spec_of(608, 352, 96, 4);
   const MoeWeights w = make_weights(spec, dtype);
-  for (const double beta : {1.0, 0.2}) {
+  for (const std::optional<double> beta : {std::optional(1.0), std::optional(0.2), {}}) {
     for (const auto& [first, second] :
          {std::pair{90, 110}, {120, 0}, {3, 120}, {150, 200}, {0, 260}}) {
       SCOPED_TRACE(::testing::Message()
-                   << "beta " << beta << ", ranks of " << first << " and " << second << " tokens");
+                   << (beta ? fmt::format("beta {}", *beta) : "experts chosen by the layers")
+                   << ", ranks of " << first << " and " << second << " tokens");
       const Shares shares = Shares::of({first, second});
-      const Batch batch = routed(spec, first + second, beta);
+      const Batch batch = beta ? routed(spec, first + second, *beta)
+                               : random_batch(spec, first + second, DType::kBF16, 9);
       const AdjustCall promise = [most = std::max(first, second)](ForwardInput& input,
                                                                   ForwardOutput&, std::size_t) {
         input.max_tokens_per_rank = most;
@@ -86,6 +91,25 @@ TEST_P(FourBitsOnRanks, LowPasses) {
   expect_low_passes(GetParam(), {},
                     [](const LayerSpec& spec, const MoeWeights& w, const Batch& batch,
                        const BatchResult& result) { expect_accurate(spec, w, batch, result); });
+}
+
+// The kernel for few tokens wants the routing given, as that for low passes does.
+TEST_P(FourBitsOnRanks, FewTokensWhoseExpertsTheLayersChoose) {
+  const LayerSpec spec = spec_of(608, 352, 16, 4);
+  const MoeWeights w = make_weights(spec, GetParam());
+  for (const auto& [first, second] : {std::pair{3, 1}, {0, 4}}) {
+    const Shares shares = Shares::of({first, second});
+    const AdjustCall promise = [](ForwardInput& input, ForwardOutput&, std::size_t) {
+      input.max_tokens_per_rank = 4;
+    };
+    const Batch chosen = random_batch(spec, 4, DType::kBF16, 9);
+    const BatchResult result = run_on_gpus(spec, w, chosen, shares, DType::kBF16, 20, {}, promise);
+    expect_same_routing(spec, w, chosen, result);
+    expect_accurate(spec, w, chosen, result);
+    const Batch given{chosen.x, result.ids, result.weights, {}};
+    EXPECT_TRUE(run_on_gpus(spec, w, given, shares, DType::kBF16, 2, {}, promise).output ==
+                result.output);
+  }
 }
 
 TEST_P(FourBitsOnRanks, ASharedExpertBesideThem) {

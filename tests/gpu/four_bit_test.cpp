@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "gpu/device.h"
+#include "model/errors.h"
 #include "support/device_batch.h"
 #include "support/device_ranks.h"
 #include "support/fp8.h"
@@ -331,6 +332,120 @@ TEST_F(GpuFourBits, LowPassesAmongOthers) {
         }
       }
     }
+  }
+}
+
+// A launch chooses the experts, and another is the low pass: the bits are those of the layer whose
+// passes are in one launch.
+TEST_F(GpuFourBits, LowPassesThatChooseTheirExperts) {
+  for (const auto& [dtype, compute] :
+       {std::pair{kMxfp4, DType::kBF16}, {kInt4, DType::kBF16}, {kMxfp4, kFp8}}) {
+    for (const bool hashed : {false, true}) {
+      LayerSpec spec = without_shared({.num_experts = 40, .top_k = 4});
+      if (hashed) spec.routing.method = RoutingMethod::kHash;
+      const MoeWeights w = make_weights(spec, dtype);
+      const auto layer_of = [&](std::optional<int> low) {
+        return DeviceLayer(
+            spec, w, 300,
+            {.cuda = {.schedule = {.small_tokens = 0, .low_rows = low}}, .compute = compute});
+      };
+      DeviceLayer low = layer_of({}), large = layer_of(0),
+                  by_size(spec, w, 300, {.compute = compute});
+      for (const DType input : {DType::kBF16, DType::kF16, DType::kF32}) {
+        for (const int tokens : {0, 1, 5, 33, 110, 260}) {
+          SCOPED_TRACE(::testing::Message()
+                       << to_string(dtype) << " in " << to_string(compute) << ", " << tokens
+                       << " tokens in " << to_string(input) << (hashed ? ", hashed" : ""));
+          const Batch batch = random_batch(spec, tokens, input, 5);
+          const BatchResult expected = large.run(batch, DType::kBF16);
+          const BatchResult result = low.run(batch, DType::kBF16);
+          // (The reference's gate takes activations as they are, the layer's rounds them to bf16.)
+          if (input == DType::kBF16) expect_same_routing(spec, w, batch, result);
+          EXPECT_EQ(result.ids, expected.ids);
+          EXPECT_EQ(result.weights, expected.weights);
+          EXPECT_TRUE(result.output == expected.output);
+          EXPECT_EQ(result.stats[0].tokens_per_expert, expected.stats[0].tokens_per_expert);
+          EXPECT_TRUE(low.run(batch, DType::kBF16).output == result.output) << "repeated";
+          // (Small passes may cut K, and add in another order.)
+          const BatchResult chosen = by_size.run(batch, DType::kBF16);
+          EXPECT_EQ(chosen.ids, expected.ids);
+          if (tokens != 0 && !(chosen.output == result.output)) {
+            const auto check = compute == kFp8 ? expect_accurate_in_fp8 : expect_accurate_in_bf16;
+            check(spec, w, batch, chosen);
+          }
+          if (HasFailure()) return;
+        }
+      }
+    }
+  }
+}
+
+TEST_F(GpuFourBits, LowPassesThatChooseTheirExpertsFromWhatIsOdd) {
+  LayerSpec spec = without_shared({.num_experts = 40, .top_k = 4});
+  const MoeWeights w = make_weights(spec, kMxfp4);
+  for (const DType compute : {DType::kBF16, kFp8}) {
+    const auto layer_of = [&](const LayerSpec& its, const MoeWeights& weights, int low,
+                              const ExpertPlacement& placement = {}) {
+      return DeviceLayer(
+          its, weights, 110,
+          {.cuda = {.schedule = {.low_rows = low}}, .compute = compute, .placement = placement});
+    };
+    DeviceLayer low = layer_of(spec, w, 26), large = layer_of(spec, w, 0);
+    for (const int tokens : {12, 110}) {
+      SCOPED_TRACE(::testing::Message() << to_string(compute) << ", " << tokens << " tokens");
+      // Logits that are no numbers.
+      Batch batch = random_batch(spec, tokens, DType::kBF16, 6);
+      for (const int token : {3, 7, 11}) batch.x.set(token * spec.hidden + 5, NAN);
+      const BatchResult nan = low.run(batch, DType::kBF16);
+      EXPECT_EQ(nan.stats[0].nan_tokens, 3);
+      EXPECT_EQ(nan.stats[0].nan_logits, 3 * 40);
+      for (std::size_t k = 0; k < 4; ++k) EXPECT_EQ(nan.ids[7 * 4 + k], kNoExpert);
+      // Logits that the call gives, in rows that stand apart.
+      batch = random_batch(spec, tokens, DType::kBF16, 7);
+      const Matrix logits = Matrix::random(tokens, 44, DType::kF32, 9);
+      gpu::DeviceBuffer memory(static_cast<std::size_t>(tokens) * 44 * sizeof(float));
+      memory.upload(logits.view().data, memory.bytes());
+      const AdjustCall with_logits = [&](ForwardInput& input, ForwardOutput&, std::size_t) {
+        input.logits = {memory.data(), DType::kF32, tokens, 40, 44};
+      };
+      const BatchResult of_logits = low.run(batch, DType::kBF16, with_logits);
+      EXPECT_EQ(of_logits.ids, large.run(batch, DType::kBF16, with_logits).ids);
+      EXPECT_NE(of_logits.ids, low.run(batch, DType::kBF16).ids);
+      const auto check = compute == kFp8 ? expect_accurate_in_fp8 : expect_accurate_in_bf16;
+      check(spec, w, batch, of_logits);
+      // Rows of activations that overlap.
+      for (int t = 1; t < tokens; ++t) {
+        std::memcpy(batch.x.row(t), batch.x.row(0), static_cast<std::size_t>(spec.hidden) * 2);
+      }
+      const BatchResult expected = low.run(batch, DType::kBF16);
+      low.load(batch, DType::kBF16);
+      low.set_row_stride(0);
+      low.poison();
+      low.enqueue();
+      EXPECT_TRUE(low.fetch().output == expected.output);
+      // Places of experts that are not their own.
+      ExpertPlacement placement;
+      MoeWeights placed = w;
+      placed.experts.clear();
+      for (int p = 0; p < 44; ++p) {
+        placement.expert_at.push_back((p * 7 + 5) % 40);
+        placed.experts.push_back(w.experts[static_cast<std::size_t>(placement.expert_at.back())]);
+      }
+      DeviceLayer elsewhere = layer_of(spec, placed, 26, placement);
+      batch = random_batch(spec, tokens, DType::kBF16, 8);
+      const BatchResult there = elsewhere.run(batch, DType::kBF16);
+      expect_same_routing(spec, w, batch, there);
+      check(spec, w, batch, there);
+      if (HasFailure()) return;
+    }
+    // Ids that the table of a hashed layer does not have.
+    LayerSpec hashed = spec;
+    hashed.routing.method = RoutingMethod::kHash;
+    DeviceLayer layer = layer_of(hashed, make_weights(hashed, kMxfp4), 26);
+    Batch batch = random_batch(hashed, 110, DType::kBF16, 4);
+    batch.token_ids[7] = -5;
+    EXPECT_ERROR(layer.run(batch, DType::kBF16), kInvalidArgument,
+                 "token id -5 of token 7 is outside the routing table's vocabulary of ");
   }
 }
 

@@ -129,7 +129,9 @@ class Engine final : public LayerEngine {
   void require_room();
   PassSizes pass_sizes() const;
   bool runs_few_tokens(const ForwardInput& input, const CallParams& call, bool small) const;
-  std::optional<std::int64_t> low_tokens(const ForwardInput& input, const CallParams& call) const;
+  std::optional<std::int64_t> low_tokens(const ForwardInput& input) const;
+  CallParams route_before(CallParams& call) const;
+  void route(CallParams& routing, cudaStream_t stream);
   bool distributed() const { return world_.size() > 1; }
   // Describes a launch. Fills `attributes`, to which the result points.
   static constexpr unsigned kMaxAttributes = 3;
@@ -571,12 +573,9 @@ bool Engine::runs_few_tokens(const ForwardInput& input, const CallParams& call, 
 }
 
 // See LaunchFacts.
-std::optional<std::int64_t> Engine::low_tokens(const ForwardInput& input,
-                                               const CallParams& call) const {
-  // (A rank without tokens has nothing to route, and computes those of others.)
-  const bool routes = call.tokens != 0 || !distributed();
-  if (low_grid_ == 0 || (routes && (call.given_ids == nullptr || call.gated))) return std::nullopt;
-  if (!distributed()) return call.tokens;
+std::optional<std::int64_t> Engine::low_tokens(const ForwardInput& input) const {
+  if (low_grid_ == 0) return std::nullopt;
+  if (!distributed()) return input.activations.rows;
   if (input.max_tokens_per_rank == 0) return std::nullopt;
   return input.max_tokens_per_rank;
 }
@@ -631,31 +630,36 @@ void Engine::forward(const ForwardInput& input, const ForwardOutput& output) {
   const Launch launch =
       choose_launch(options_.cuda.schedule,
                     {x.rows, num_places(), spec_.top_k, world_.size(), policy().small_tokens,
-                     policy().small_logits, paired_grid_ >= kPair, low_tokens(input, call),
+                     policy().small_logits, paired_grid_ >= kPair, low_tokens(input),
                      kernel_.low.small != nullptr, kernel_.low.tall_rows});
   const bool small = launch == Launch::kSmall || launch == Launch::kSmallLow;
-  call.paired = launch == Launch::kPaired ? 1 : 0;
+  const bool routes_first = is_low(launch) && x.rows != 0 && call.given_ids == nullptr;
+  const bool in_place = small && !routes_first;  // it reads x's rows wherever they are
   const bool overlaps = x.rows > 1 && x.row_stride < spec_.hidden;
   call.converts = x.dtype == DType::kF32 || x.dtype == DType::kF16 ||
-                  (!small && overlaps && x.dtype == DType::kBF16);
-  if (call.gated && !small && x.rows != 0) {
+                  (!in_place && overlaps && x.dtype == DType::kBF16);
+  if (call.gated && !in_place && x.rows != 0) {
     const bool dense = call.converts || x.rows == 1;
     call.x_map = rows_map(call.converts ? params_.converted : x.data, sizeof(std::uint16_t), x.rows,
                           spec_.hidden, dense ? spec_.hidden : x.row_stride, kGateBoxRows);
   }
   call.patience_ns = patience_ns_for(x.rows);
+  std::optional<CallParams> routing;
+  if (routes_first) routing = route_before(call);
+  call.paired = launch == Launch::kPaired ? 1 : 0;
+  const auto stream = static_cast<cudaStream_t>(input.stream);
   cudaLaunchAttribute attributes[kMaxAttributes]{};
-  cudaLaunchConfig_t config =
-      launch_config(launch, attributes, static_cast<cudaStream_t>(input.stream));
+  cudaLaunchConfig_t config = launch_config(launch, attributes, stream);
   if (runs_few_tokens(input, call, small)) {
     const std::int64_t rows = distributed() ? input.max_tokens_per_rank : x.rows;
     FewParams few = few_params(params_, call, on_device_.routed, policy(), rows);
-    config = launch_config(Launch::kSmall, attributes, static_cast<cudaStream_t>(input.stream));
+    config = launch_config(Launch::kSmall, attributes, stream);
     config.blockDim = dim3(kFewThreads);
     config.dynamicSmemBytes =
         few_shared_bytes(few.operand_bytes, few_numbers(policy().numerics), distributed());
     void* arguments[] = {&few};
     const LaunchTurn turn;
+    if (routing) route(*routing, stream);
     SWITCHYARD_CUDA(
         cudaLaunchKernelExC(&config, reinterpret_cast<const void*>(few_kernel_), arguments));
     return;
@@ -672,7 +676,37 @@ void Engine::forward(const ForwardInput& input, const ForwardOutput& output) {
   }
   void* arguments[] = {params, &call};
   const LaunchTurn turn;
+  if (routing) route(*routing, stream);
   SWITCHYARD_CUDA(cudaLaunchKernelExC(&config, reinterpret_cast<const void*>(kernel), arguments));
+}
+
+// Makes of a call that chooses its experts one that is given them, and returns the call that
+// chooses them, to be launched before it.
+CallParams Engine::route_before(CallParams& call) const {
+  CallParams routing = call;
+  routing.only_routes = true;
+  routing.out_ids = nullptr;
+  routing.out_weights = nullptr;
+  call.gated = false;
+  call.logits = nullptr;
+  call.given_ids = params_.ids;
+  call.given_weights = params_.weights;
+  call.wide_ids = call.bf16_weights = false;
+  if (call.converts) {
+    call.x = params_.converted;
+    call.x_stride = params_.hidden;
+    call.x_type = DType::kBF16;
+    call.converts = false;
+  }
+  return routing;
+}
+
+void Engine::route(CallParams& routing, cudaStream_t stream) {
+  cudaLaunchAttribute attributes[kMaxAttributes]{};
+  const cudaLaunchConfig_t config = launch_config(Launch::kSingle, attributes, stream);
+  void* arguments[] = {&params_, &routing};
+  SWITCHYARD_CUDA(
+      cudaLaunchKernelExC(&config, reinterpret_cast<const void*>(kernel_.large), arguments));
 }
 
 cudaLaunchConfig_t Engine::launch_config(Launch launch, cudaLaunchAttribute* attributes,

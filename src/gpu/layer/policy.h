@@ -25,6 +25,8 @@ struct LargePass {
   static constexpr bool kOneRank = false;
   // True: the kernel is compiled for calls that give the routing, and for nothing else.
   static constexpr bool kGivenRouting = false;
+  // True: a launch may do nothing but choose experts; see RouteCall::only_routes.
+  static constexpr bool kMayOnlyRoute = false;
   static constexpr int kBlocksPerSM = 1;
   // Cells whose loads a warp has in flight together when it combines: 8 and a shared expert's.
   static constexpr std::uint32_t kCombinesAtOnce = 9;
@@ -55,6 +57,7 @@ template <typename Tiles>
 struct FourBitPolicy : Tiles, LargePass {
   static constexpr TileConfig kTile = weight_major_tile(BF16Tiles::kTile.max_height(), kMaxStages);
   static constexpr int kSlotRows = BF16Tiles::kSlotRows;
+  static constexpr bool kMayOnlyRoute = true;  // for low passes
   static constexpr std::uint32_t kStagesAhead = 12, kStagesTogether = 4;
   static constexpr std::uint32_t kCopyVectors = 4;  // the loading warps have few registers
   static constexpr RoleRegisters kRegisters{.loading = 72, .math = 216};
@@ -68,6 +71,7 @@ struct INT4Policy : FourBitPolicy<INT4Tiles> {};
 struct MXFP4FP8Policy : MXFP4FP8Tiles, LargePass {
   static constexpr std::uint32_t kRingBytes = 188 * 1024;
   static constexpr Publisher kPublisher = Publisher::kMathFirst;
+  static constexpr bool kMayOnlyRoute = true;  // for low passes
   static constexpr std::uint32_t kHiddenStretch = 3;
   static constexpr std::uint32_t kStagesAhead = 6;
   static constexpr std::uint32_t kCopyVectors = 4;  // the loading warps have few registers
@@ -82,6 +86,7 @@ struct SmallChoices : P {
   static constexpr TokenSource kTokens = TokenSource::kGathered;
   static constexpr GateLoads kGate = GateLoads::kCaches;
   static constexpr Publisher kPublisher = Publisher::kMath;
+  static constexpr bool kMayOnlyRoute = false;
   static constexpr bool kLendsRing = false;
   static constexpr bool kOneRank = true;
   static constexpr std::uint32_t kStagesAhead = 4;
@@ -128,9 +133,11 @@ struct LowPass : P {
                                  kStagesAhead = (kMakesCodes<P> ? 6 : 12) / kParts;
   static constexpr std::uint32_t kCopyVectors = kMakesCodes<P> ? 2 : P::kCopyVectors;
   static constexpr TokenBoxes kSlotBoxes = kLowTokenBoxes;
-  static constexpr bool kGivenRouting = true;
+  static constexpr bool kGivenRouting = true, kMayOnlyRoute = false;
   static constexpr GateLoads kGate = GateLoads::kCaches;
   static constexpr bool kLendsRing = false;
+  // (Looks take energy, of which these passes are short.)
+  static constexpr unsigned kSchedulerRestNs = 400;
   static constexpr std::uint32_t kCombinesAtOnce = 3;
   static constexpr int kMoved = kMakesCodes<P> ? 8 : 0;  // registers, from loading warps
   static constexpr RoleRegisters kRegisters{.loading = launch_registers(kBlocksPerSM) - 2 * kMoved,

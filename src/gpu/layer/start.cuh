@@ -228,6 +228,11 @@ __device__ __forceinline__ bool await_gate(const Pass<P>& pass, bool math) {
   return math ? !named_barrier_any<kMathThreads>(kOfMath, !arrived) : __all_sync(~0u, arrived) != 0;
 }
 
+template <typename P>
+__device__ __forceinline__ bool only_routes(const Pass<P>& pass) {
+  return P::kMayOnlyRoute && pass.call.only_routes;
+}
+
 // The way of a warp after exchange_counts(): to the next step, to its role, or out of the pass.
 enum class Next { kStep, kRole, kGivenUp };
 
@@ -242,7 +247,8 @@ class PassStart {
       : pass_(pass),
         warp_(warp),
         math_(warp >= kWarpgroup / 32),
-        quantizes_(kRowScales<P> || (kScaled<P> && pass.call.x_type != DType::kF8E4M3)),
+        quantizes_(!only_routes(pass) &&
+                   (kRowScales<P> || (kScaled<P> && pass.call.x_type != DType::kF8E4M3))),
         shares_(gates() || (kOwn && quantizes_)),
         router_(kOwn                    ? warp
                 : math_                 ? warp - kWarpgroup / 32
@@ -398,9 +404,10 @@ class PassStart {
 
 // Leads from activations to what every role needs to know. Most warps leave before tiles are
 // placed: in a small pass only the scheduler's warp stays, in a large one the pack warp stays, too.
-// Returns false if the pass was given up: in all warps or, when the math warps of a large pass have
-// left, in the loading warps; the math warps then find LifeState::plan_failed. (Math warps may also
-// fail by themselves before they send; they and the pack warp see that.)
+// Returns false if the launch only routes, or if the pass was given up: in all warps or, when the
+// math warps of a large pass have left, in the loading warps; the math warps then find
+// LifeState::plan_failed. (Math warps may also fail by themselves before they send; they and the
+// pack warp see that.)
 template <typename P>
 __device__ __forceinline__ bool start_pass(const Pass<P>& pass) {
   pass.trace().pass(kRouteRecord, &TraceRecord::ready);
@@ -420,6 +427,7 @@ __device__ __forceinline__ bool start_pass(const Pass<P>& pass) {
     if (rehearsal && !start.gate()) continue;
     start.choose(rehearsal);
     if (!rehearsal) {
+      if (only_routes(pass)) return false;
       const Next next = start.exchange_counts();
       if (next != Next::kStep) return next == Next::kRole;
     }

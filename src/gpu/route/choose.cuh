@@ -220,7 +220,8 @@ __device__ __forceinline__ void route_tokens(const Routing<P>& routing, std::uin
     const std::size_t cell = static_cast<std::size_t>(token) * tables.cells_per_token + lane;
     if (lane < tables.top_k) {
       if (report && routing.call.out_ids != nullptr) routing.call.out_ids[slot] = mine.id;
-      if (mine.id >= 0 && routing.router.place_of != nullptr) {
+      const bool places = !(P::kMayOnlyRoute && routing.call.only_routes);
+      if (places && mine.id >= 0 && routing.router.place_of != nullptr) {
         mine.id = routing.router.place_of[mine.id];
       }
       tables.ids[slot] = mine.id;

@@ -80,7 +80,10 @@ struct ListParams {
 struct RouteCall {
   // A map over the activations in bf16, in boxes like router_map's, for large passes with a gate.
   CUtensorMap x_map;
-  bool gated;                 // experts are chosen here, or the shared one is weighed
+  bool gated;  // experts are chosen here, or the shared one is weighed
+  // The launch only chooses experts, into ListParams::ids and weights, for a kernel that wants the
+  // routing given: the next one in the stream. Large passes only.
+  bool only_routes;
   const void* given_ids;      // [T, K] i32 or, if wide_ids, i64; or null
   const void* given_weights;  // [T, K] f32 or, if bf16_weights, bf16
   bool wide_ids, bf16_weights;
