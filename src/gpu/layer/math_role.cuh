@@ -112,7 +112,7 @@ __device__ __forceinline__ void math_role(const Pass<P>& pass) {
     const std::uint32_t head =
         __shfl_sync(~0u,
                     task == nullptr ? static_cast<std::uint32_t>(TaskKind::kNone)
-                                    : task->k_blocks << 9 | task->units << 3 |
+                                    : task->k_blocks << 9 | height_of<P>(*task) << 3 |
                                           static_cast<std::uint32_t>(task->kind),
                     0);
     const auto kind = static_cast<TaskKind>(head & 7);

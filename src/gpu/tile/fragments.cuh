@@ -144,10 +144,15 @@ struct CodeTables {
 };
 __constant__ const CodeTables kTablesOfSteps;
 
-// The upper half of a word, by the multiplier: shifts share a pipe with look_up().
+// The upper half of a word of magnitudes, in both halves: as a number of fp16 times 1. The pipe
+// that shifts is busy with look_up(). (No magnitudes are a NaN, because bit 11 of a half is clear.
+// A product of integers takes longer, and so do passes with it.)
 __device__ __forceinline__ std::uint32_t upper_half(std::uint32_t word) {
   std::uint32_t half;
-  asm("mul.hi.u32 %0, %1, 65536;" : "=r"(half) : "r"(word));
+  asm("{\n.reg .b16 h<2>;\n.reg .b32 both;\nmov.b32 {h0, h1}, %1;\nmov.b32 both, {h1, h1};\n"
+      "mul.rn.f16x2 %0, both, %2;\n}"
+      : "=r"(half)
+      : "r"(word), "r"(0x3c003c00u));
   return half;
 }
 
@@ -170,7 +175,7 @@ __device__ __forceinline__ void sign_into(std::uint32_t& to, std::uint32_t a, st
 
 // The operands of the box's two instructions. `table`: where those of code_table() are in shared
 // memory. A box's scales are their offsets, which take the place of the address's last byte.
-// kMultiplies: by upper_half(), which takes more energy than a shift.
+// kMultiplies: by upper_half(), as low passes do.
 template <bool kMultiplies, typename Assign>
 __device__ __forceinline__ void make_code_fragments(const BoxWords& words, std::uint32_t table,
                                                     Fragments& to, Assign&& assign) {

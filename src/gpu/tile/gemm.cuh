@@ -8,16 +8,29 @@
 
 namespace switchyard::gpu {
 
+// True if the height of a tile counts in eights of tokens, the least that an instruction takes, and
+// not in units. Two blocks on a multiprocessor are short of energy, of which products with columns
+// of no token take a part.
+template <typename C>
+inline constexpr bool kCountsEights = kMakesCodes<C>&& kFewRegisters<C>;
+// The height of a task's tile, as gemm_tile_of() takes it.
+template <typename C>
+__device__ __forceinline__ std::uint32_t height_of(const TileTask& task) {
+  if constexpr (!kCountsEights<C>) return task.units;
+  return 2 * task.units - (task.rows + 8 <= task.units * kUnitRows ? 1 : 0);
+}
+
 // Multiplies a tile by a math warpgroup and hands its products to the sink. In token-major tiles a
 // warpgroup multiplies kTaskBoxes of the task's boxes of weights. In weight-major tiles kTaskBoxes
-// is 0, and a tile has at most N tokens. `meets`: each box has rows of gate and then as many of up,
-// which meet in the epilogue. The sink stores the products:
+// is 0, and a tile has at most N tokens, or N - 8 if it has `fewer`. `meets`: each box has rows of
+// gate and then as many of up, which meet in the epilogue. The sink stores the products:
 //   started()       the tile's first tokens have arrived; the products are under way
 //   multiplied()    the products are complete
 //   finish<...>(acc)  stores them; it may call finish_hidden() or finish_rows()
 template <int kTaskBoxes, int N, typename C, typename Sink>
 __device__ __forceinline__ void gemm_tile(const TilePipeline<C>& pipeline, const TileTask& task,
-                                          std::uint32_t k_blocks, bool meets, RingPlace& place,
+                                          std::uint32_t k_blocks, bool meets, bool fewer,
+                                          RingPlace& place,
                                           OperandRegisters<kHoldsOperands<C>>& weights,
                                           Sink& sink) {
   const auto started = [&] { sink.started(); };
@@ -29,8 +42,23 @@ __device__ __forceinline__ void gemm_tile(const TilePipeline<C>& pipeline, const
   } else {
     float acc[N / 2];
     if constexpr (kMakesCodes<C>) {
-      multiply_as_codes<N>(pipeline, task, k_blocks, place, math_group(), sink.code_tables(),
-                           started, weights, acc);
+      const auto multiply = [&]<int kColumns>() {
+        multiply_as_codes<kColumns>(pipeline, task, k_blocks, place, math_group(),
+                                    sink.code_tables(), started, weights,
+                                    reinterpret_cast<float(&)[kColumns / 2]>(acc));
+      };
+      // (For 72 tokens the compiler finds too few registers.)
+      if constexpr (kCountsEights<C> && N <= 64) {
+        if (fewer) {
+          multiply.template operator()<N - 8>();
+#pragma unroll
+          for (int i = N / 2 - 4; i < N / 2; ++i) acc[i] = 0;
+        } else {
+          multiply.template operator()<N>();
+        }
+      } else {
+        multiply.template operator()<N>();
+      }
     } else if constexpr (kStageParts<C> != 1 || (kFourBit<C> && N == 16)) {
       const auto multiply_eights = [&]<int kEights>() {
         if constexpr (kStageParts<C> != 1) {
@@ -55,34 +83,40 @@ __device__ __forceinline__ void gemm_tile(const TilePipeline<C>& pipeline, const
   }
 }
 
-// Multiplies a tile of so many units of rows: chooses the variant of gemm_tile().
+// Multiplies a tile of that height: chooses the variant of gemm_tile().
 template <typename C, typename Sink>
-__device__ __forceinline__ void gemm_tile_of(std::uint32_t units, const TilePipeline<C>& pipeline,
+__device__ __forceinline__ void gemm_tile_of(std::uint32_t height, const TilePipeline<C>& pipeline,
                                              const TileTask& task, std::uint32_t k_blocks,
                                              bool meets, RingPlace& place,
                                              OperandRegisters<kHoldsOperands<C>>& weights,
                                              Sink& sink) {
   if constexpr (kTokenMajor<C>) {
-    if (units > kInstructionRows / kUnitRows) {
-      gemm_tile<2, 0>(pipeline, task, k_blocks, meets, place, weights, sink);
+    if (height > kInstructionRows / kUnitRows) {
+      gemm_tile<2, 0>(pipeline, task, k_blocks, meets, false, place, weights, sink);
     } else {
-      gemm_tile<1, 0>(pipeline, task, k_blocks, meets, place, weights, sink);
+      gemm_tile<1, 0>(pipeline, task, k_blocks, meets, false, place, weights, sink);
     }
   } else {
     // Tiles have one of these heights, or the highest if that is less.
     constexpr int kHighest = C::kTile.max_height();
     static_assert(kHighest <= 256);
-    switch (units) {
-#define SWITCHYARD_HEIGHT(height, lower)                                                        \
-  case (height) / kUnitRows:                                                                    \
-    if constexpr ((lower) < kHighest) {                                                         \
-      gemm_tile<0, std::min(height, kHighest)>(pipeline, task, k_blocks, meets, place, weights, \
-                                               sink);                                           \
-    }                                                                                           \
+    const bool fewer = kCountsEights<C> && height % 2 != 0;
+    switch (kCountsEights<C> ? (height + 1) / 2 : height) {
+#define SWITCHYARD_HEIGHT(height, lower)                                                      \
+  case (height) / kUnitRows:                                                                  \
+    if constexpr ((lower) < kHighest) {                                                       \
+      gemm_tile<0, std::min(height, kHighest)>(pipeline, task, k_blocks, meets, fewer, place, \
+                                               weights, sink);                                \
+    }                                                                                         \
     break;
       SWITCHYARD_HEIGHT(16, 0)
       SWITCHYARD_HEIGHT(32, 16)
-      case 3: SWITCHYARD_HEIGHT(64, 32)
+      case 3:
+        if constexpr (kCountsEights<C> && 32 < kHighest) {
+          gemm_tile<0, 48>(pipeline, task, k_blocks, meets, fewer, place, weights, sink);
+          break;
+        }
+        SWITCHYARD_HEIGHT(64, 32)
       case 5: SWITCHYARD_HEIGHT(96, 64)
       case 7: SWITCHYARD_HEIGHT(128, 96)
       case 9: SWITCHYARD_HEIGHT(160, 128)

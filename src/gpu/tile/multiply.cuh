@@ -136,16 +136,23 @@ class Multiplier {
   __device__ __forceinline__ void release_read(std::uint32_t stage, std::uint32_t bits) const {
     if (empty_ != 0) arrive_in_pair(empty_ + 8 * stage + (bits & zero_));
   }
+  // Notes the stage that release_held() frees.
+  __device__ __forceinline__ void hold(std::uint32_t stage) {
+    held_ = empty_ != 0 ? empty_ + 8 * stage : 0;
+  }
+  __device__ __forceinline__ void release_held() const {
+    if (held_ != 0) arrive_in_pair(held_);
+  }
   // Frees a stage later, where there are too many scales for release_read(). The arrival is put off
   // until the next stage's products are issued, which overwrite the products of these scales, or
   // until the tile ends.
   __device__ __forceinline__ void put_off_release(std::uint32_t stage) {
-    if (pending_ != 0) arrive_in_pair(pending_);
-    pending_ = empty_ != 0 ? empty_ + 8 * stage : 0;
+    release_held();
+    hold(stage);
   }
-  __device__ __forceinline__ void release_last() {
+  __device__ __forceinline__ void release_last() const {
     asm volatile("fence.acq_rel.cta;" ::: "memory");
-    if (pending_ != 0) arrive_in_pair(pending_);
+    release_held();
   }
   __device__ const Ring<StageLayout<C>>& ring() const { return ring_; }
 
@@ -170,7 +177,7 @@ class Multiplier {
   std::uint32_t group_;
   // The address of the stages' barriers in the threads that release them; 0 in others.
   std::uint32_t empty_ = 0;
-  std::uint32_t pending_ = 0;  // the barrier of the stage whose release is put off
+  std::uint32_t held_ = 0;  // the barrier of the stage that is to be released
   // Zero, but the compiler does not know that.
   const std::uint32_t zero_ = pipeline_.paired >> 1;
 };
@@ -611,20 +618,27 @@ __device__ __forceinline__ void multiply_as_codes(const TilePipeline<C>& pipelin
       for (bool goes_on = true; goes_on;) {
 #pragma unroll
         for (std::uint32_t part = 0; part < kParts; ++part) issue(part);
-        stage.put_off_release(place.stage);
+        stage.hold(place.stage);
         stage.advance();
         --left;
         // Lanes that saw different answers would part, so they vote.
         goes_on = __all_sync(~0u, stage.ready() & (left != 0)) != 0;
         stage.await_products(acc);
+        if (goes_on) stage.release_held();
       }
-      if (left != 0) stage.await_stage(false);
+      // (The last stage has the tokens' scales.)
+      if (left == 0) break;
+      stage.release_held();
+      stage.await_stage(false);
     }
     if (last_parts != kParts) {
-      if (k_blocks != 1) stage.await_stage(false);
+      if (k_blocks != 1) {
+        stage.release_held();
+        stage.await_stage(false);
+      }
       static_assert(kParts <= 2, "the last stage has one part or all");
       issue(0);
-      stage.put_off_release(place.stage);
+      stage.hold(place.stage);
       stage.advance();
       stage.await_products(acc);
     }
