@@ -93,23 +93,21 @@ TEST_P(FourBitsOnRanks, LowPasses) {
                        const BatchResult& result) { expect_accurate(spec, w, batch, result); });
 }
 
-// The kernel for few tokens wants the routing given, as that for low passes does.
-TEST_P(FourBitsOnRanks, FewTokensWhoseExpertsTheLayersChoose) {
+// Ranks that promise few tokens give the routing, also where a launch could find it.
+TEST_P(FourBitsOnRanks, FewTokensWhoseExpertsTheLayersChooseAreRefused) {
   const LayerSpec spec = spec_of(608, 352, 16, 4);
   const MoeWeights w = make_weights(spec, GetParam());
-  for (const auto& [first, second] : {std::pair{3, 1}, {0, 4}}) {
-    const Shares shares = Shares::of({first, second});
-    const AdjustCall promise = [](ForwardInput& input, ForwardOutput&, std::size_t) {
-      input.max_tokens_per_rank = 4;
-    };
-    const Batch chosen = random_batch(spec, 4, DType::kBF16, 9);
-    const BatchResult result = run_on_gpus(spec, w, chosen, shares, DType::kBF16, 20, {}, promise);
-    expect_same_routing(spec, w, chosen, result);
-    expect_accurate(spec, w, chosen, result);
-    const Batch given{chosen.x, result.ids, result.weights, {}};
-    EXPECT_TRUE(run_on_gpus(spec, w, given, shares, DType::kBF16, 2, {}, promise).output ==
-                result.output);
-  }
+  const Batch batch = random_batch(spec, 6, DType::kBF16, 9);
+  const AdjustCall promise = [](ForwardInput& input, ForwardOutput&, std::size_t) {
+    input.max_tokens_per_rank = 3;
+  };
+  expect_thrown(run_ranks(World::threads(2),
+                          [&](const World& world) {
+                            DeviceRank rank(world, spec, w, 8);
+                            DeviceBatch share = rank.share(batch, Shares::even(6, 2));
+                            share.enqueue(rank.layer(), rank.stream(), promise);
+                          }),
+                ErrorCode::kUnsupported, "max_tokens_per_rank is 3");
 }
 
 TEST_P(FourBitsOnRanks, ASharedExpertBesideThem) {

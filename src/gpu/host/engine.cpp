@@ -562,7 +562,8 @@ bool Engine::runs_few_tokens(const ForwardInput& input, const CallParams& call, 
   }
   const int most = input.max_tokens_per_rank;
   if (!few_over_ranks_ || most == 0 || !few_tokens_serve(params_, policy(), most)) return false;
-  if (call.tokens != 0 && !few_tokens_take(params_, call)) {
+  // (route_before() has made `call` one that gives the routing, perhaps.)
+  if (call.tokens != 0 && (input.topk_ids.empty() || !few_tokens_take(params_, call))) {
     unsupported(fmt::format(
         "max_tokens_per_rank is {}, and passes of so few tokens over ranks take bf16 activations, "
         "topk_ids with topk_weights, and outputs in bf16 that are not accumulated; give those, or "
