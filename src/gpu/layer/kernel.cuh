@@ -25,7 +25,8 @@
 //                        combine tasks
 // Small passes have a kernel of their own: SmallPass of a policy. Passes of four-bit weights whose
 // tiles are all low have two more, LowPass and TallLowPass, of two blocks on a multiprocessor, and
-// with tokens in bf16 SmallLowPass.
+// with tokens in bf16 SmallLowPass. These want the routing given. For calls that do not give it, a
+// launch of the kernel for large passes comes first, which ends when experts are chosen.
 //
 // Large passes are launched in pairs of blocks. A pair does each task together, with twice the
 // weight rows: the first block's scheduler takes the ticket for both, each block loads its own

@@ -13,7 +13,7 @@ namespace switchyard::gpu {
 // of no token take a part.
 template <typename C>
 inline constexpr bool kCountsEights = kMakesCodes<C>&& kFewRegisters<C>;
-// The height of a task's tile, as gemm_tile_of() takes it.
+// The height of a task's tile, in eights or in units.
 template <typename C>
 __device__ __forceinline__ std::uint32_t height_of(const TileTask& task) {
   if constexpr (!kCountsEights<C>) return task.units;
@@ -83,7 +83,7 @@ __device__ __forceinline__ void gemm_tile(const TilePipeline<C>& pipeline, const
   }
 }
 
-// Multiplies a tile of that height: chooses the variant of gemm_tile().
+// Multiplies a tile, whose height is height_of() its task: chooses the variant of gemm_tile().
 template <typename C, typename Sink>
 __device__ __forceinline__ void gemm_tile_of(std::uint32_t height, const TilePipeline<C>& pipeline,
                                              const TileTask& task, std::uint32_t k_blocks,
