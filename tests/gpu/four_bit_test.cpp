@@ -314,6 +314,25 @@ TEST_F(GpuFourBits, LowPassesOfEverySkewAndSize) {
   }
 }
 
+// One expert has all rows, so that tiles have every height. The bits are those of high tiles.
+TEST_F(GpuFourBits, LowPassesOfEveryHeight) {
+  const LayerSpec spec = without_shared({.num_experts = 1, .top_k = 1});
+  const MoeWeights w = make_weights(spec, kMxfp4);
+  for (const DType compute : {DType::kBF16, kFp8}) {
+    const auto layer_of = [&](int low) {
+      return DeviceLayer(
+          spec, w, 96,
+          {.cuda = {.schedule = {.small_tokens = 0, .low_rows = low}}, .compute = compute});
+    };
+    DeviceLayer low = layer_of(96), high = layer_of(0);
+    for (int tokens = 1; tokens <= 96; ++tokens) {
+      const Batch batch = routed(spec, tokens, 1.0);
+      ASSERT_TRUE(low.run(batch, DType::kBF16).output == high.run(batch, DType::kBF16).output)
+          << to_string(compute) << ", " << tokens << " tokens";
+    }
+  }
+}
+
 // A low pass between other passes of the layer, in inputs and outputs of every type.
 TEST_F(GpuFourBits, LowPassesAmongOthers) {
   const LayerSpec spec = without_shared({.num_experts = 40, .top_k = 4});
