@@ -282,6 +282,11 @@ Engine::Engine(const World& world, const LayerSpec& spec, const MoeWeights& weig
     ring_words_.resize(ring_.num_words());
     ring_.words = ring_words_.data();
   });
+  // Threads come when all ranks have their processors: where there cannot be so many threads, the
+  // memory of the process is short meanwhile, and other ranks would be the ones that lack it.
+  attempt_together(world.fabric(), [&] {
+    link_->start_threads(threads, [] { thread_local const SingleThreadedLibrary confined; });
+  });
 }
 
 // Prepares all that is derived from the weights; called again when they change.
@@ -350,9 +355,6 @@ void Engine::rebind(const MoeWeights& weights, const ExpertPlacement* placement)
 void Engine::make_processors(int threads) {
   if (options_.diagnostics.trace) link_->record(threads, kMostTraceEvents);
   for (int i = 0; i < threads; ++i) processors_.emplace_back(layer_, trace_of(i));
-  // Threads come last: if there cannot be so many, memory for other ranks' processors would be
-  // short meanwhile.
-  link_->start_threads(threads, [] { thread_local const SingleThreadedLibrary confined; });
 
   pass_.placement = protocol::Placement(layer_.places, rank());
   pass_.tiles.reserve(most_tiles());
