@@ -308,13 +308,8 @@ TEST_F(FewRanksTest, PromisesAreHeld) {
   const MoeWeights w = make_weights(spec, DType::kBF16);
   const Batch batch = routed(spec, 6, 0.9);
   for (const int promised : {-1, 2, 9}) {
-    expect_thrown(run_ranks(World::threads(2),
-                            [&](const World& world) {
-                              DeviceRank rank(world, spec, w, 8);
-                              DeviceBatch share = rank.share(batch, Shares::even(6, 2));
-                              share.enqueue(rank.layer(), rank.stream(), promise(promised));
-                            }),
-                  ErrorCode::kInvalidArgument, "max_tokens_per_rank");
+    expect_call_refused(spec, w, batch, promise(promised), ErrorCode::kInvalidArgument,
+                        "max_tokens_per_rank");
   }
   // More than the kernel takes, what it does not compute, and what the caller has forbidden.
   const auto few = [&](const LayerOptions& options, const AdjustCall& adjust) {
@@ -335,13 +330,8 @@ TEST_F(FewRanksTest, PromisesAreHeld) {
     input.max_tokens_per_rank = 3;
     output.accumulate = true;
   };
-  expect_thrown(run_ranks(World::threads(2),
-                          [&](const World& world) {
-                            DeviceRank rank(world, spec, w, 8);
-                            DeviceBatch share = rank.share(batch, Shares::even(6, 2));
-                            share.enqueue(rank.layer(), rank.stream(), accumulates);
-                          }),
-                ErrorCode::kUnsupported, "max_tokens_per_rank is 3");
+  expect_call_refused(spec, w, batch, accumulates, ErrorCode::kUnsupported,
+                      "max_tokens_per_rank is 3");
 }
 
 }  // namespace

@@ -101,13 +101,7 @@ TEST_P(FourBitsOnRanks, FewTokensWhoseExpertsTheLayersChooseAreRefused) {
   const AdjustCall promise = [](ForwardInput& input, ForwardOutput&, std::size_t) {
     input.max_tokens_per_rank = 3;
   };
-  expect_thrown(run_ranks(World::threads(2),
-                          [&](const World& world) {
-                            DeviceRank rank(world, spec, w, 8);
-                            DeviceBatch share = rank.share(batch, Shares::even(6, 2));
-                            share.enqueue(rank.layer(), rank.stream(), promise);
-                          }),
-                ErrorCode::kUnsupported, "max_tokens_per_rank is 3");
+  expect_call_refused(spec, w, batch, promise, ErrorCode::kUnsupported, "max_tokens_per_rank is 3");
 }
 
 TEST_P(FourBitsOnRanks, ASharedExpertBesideThem) {

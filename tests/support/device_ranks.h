@@ -162,6 +162,20 @@ inline BatchResult run_on_gpus(const LayerSpec& spec, const MoeWeights& weights,
   return std::move(results[0]);
 }
 
+// Two ranks, each with half of the batch and room for eight tokens, refuse the call.
+inline void expect_call_refused(const LayerSpec& spec, const MoeWeights& weights,
+                                const Batch& batch, const AdjustCall& adjust, ErrorCode code,
+                                const char* words) {
+  const Shares shares = Shares::even(batch.x.rows(), 2);
+  expect_thrown(run_ranks(World::threads(2),
+                          [&](const World& world) {
+                            DeviceRank rank(world, spec, weights, 8);
+                            DeviceBatch share = rank.share(batch, shares);
+                            share.enqueue(rank.layer(), rank.stream(), adjust);
+                          }),
+                code, words);
+}
+
 // In a world in which one rank makes the first pass and not the second, all others name it, and
 // their layers are dead.
 inline void expect_absent_is_named(const LayerSpec& spec, const MoeWeights& weights,
