@@ -264,7 +264,7 @@ __global__ void __launch_bounds__(kThreads, P::kBlocksPerSM)
   await_kernel_before();
   if (threadIdx.x == kThreads - 1) begin_life(pass);  // it has nothing else to do
   __syncthreads();
-  if (only_routes(pass)) invite_next_kernel();
+  if (only_routes<P>(pass.call)) invite_next_kernel();
   const bool planned = !block.pass.life.aborted && start_pass(pass);
   const bool math = __shfl_sync(~0u, threadIdx.x / kWarpgroup, 0) != 0;
   if (planned) {

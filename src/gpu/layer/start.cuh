@@ -228,11 +228,6 @@ __device__ __forceinline__ bool await_gate(const Pass<P>& pass, bool math) {
   return math ? !named_barrier_any<kMathThreads>(kOfMath, !arrived) : __all_sync(~0u, arrived) != 0;
 }
 
-template <typename P>
-__device__ __forceinline__ bool only_routes(const Pass<P>& pass) {
-  return P::kMayOnlyRoute && pass.call.only_routes;
-}
-
 // The way of a warp after exchange_counts(): to the next step, to its role, or out of the pass.
 enum class Next { kStep, kRole, kGivenUp };
 
@@ -247,7 +242,7 @@ class PassStart {
       : pass_(pass),
         warp_(warp),
         math_(warp >= kWarpgroup / 32),
-        quantizes_(!only_routes(pass) &&
+        quantizes_(!only_routes<P>(pass.call) &&
                    (kRowScales<P> || (kScaled<P> && pass.call.x_type != DType::kF8E4M3))),
         shares_(gates() || (kOwn && quantizes_)),
         router_(kOwn                    ? warp
@@ -427,7 +422,7 @@ __device__ __forceinline__ bool start_pass(const Pass<P>& pass) {
     if (rehearsal && !start.gate()) continue;
     start.choose(rehearsal);
     if (!rehearsal) {
-      if (only_routes(pass)) return false;
+      if (only_routes<P>(pass.call)) return false;
       const Next next = start.exchange_counts();
       if (next != Next::kStep) return next == Next::kRole;
     }

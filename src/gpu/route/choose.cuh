@@ -7,6 +7,12 @@
 
 namespace switchyard::gpu {
 
+// True if the launch does nothing but choose experts.
+template <typename P>
+__device__ __forceinline__ bool only_routes(const RouteCall& call) {
+  return P::kMayOnlyRoute && call.only_routes;
+}
+
 struct GateOutcome {
   std::int32_t id = -1;
   float weight = 0;
@@ -220,8 +226,7 @@ __device__ __forceinline__ void route_tokens(const Routing<P>& routing, std::uin
     const std::size_t cell = static_cast<std::size_t>(token) * tables.cells_per_token + lane;
     if (lane < tables.top_k) {
       if (report && routing.call.out_ids != nullptr) routing.call.out_ids[slot] = mine.id;
-      const bool places = !(P::kMayOnlyRoute && routing.call.only_routes);
-      if (places && mine.id >= 0 && routing.router.place_of != nullptr) {
+      if (!only_routes<P>(routing.call) && mine.id >= 0 && routing.router.place_of != nullptr) {
         mine.id = routing.router.place_of[mine.id];
       }
       tables.ids[slot] = mine.id;

@@ -647,7 +647,7 @@ __device__ __forceinline__ void multiply_as_codes(const TilePipeline<C>& pipelin
   } else {
     multiply_by_halves<N>(stage, k_blocks, place, maker, started, held, acc);
     const std::uint32_t last = place.stage;
-    stage.put_off_release(last);
+    stage.hold(last);
     stage.advance();
     if constexpr (kScaled<C>) {
       scale_sums<N>(stage.ring().token_scales(last) + 8 * reread_thread_index<4>(), acc);
